@@ -1,0 +1,209 @@
+"""A vision transformer that maps the state of the atmosphere to the state one time step later.
+
+Dosovitskiy et al. 2021 (An Image is Worth 16x16 Words), with pre-norm blocks.
+It knows nothing of ranks: chapter 2 makes it parallel from outside.
+
+Shapes:  B batch   C channels   H W rows, columns   P patch size
+         N patches (tokens), (H/P)(W/P), row-major   D embed_dim   h heads   d = D/h head size
+"""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ATTENTION = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention_kernel(name: str) -> contextlib.AbstractContextManager:
+    """Restrict SDPA to one backend; `auto` leaves the choice to PyTorch."""
+    return contextlib.nullcontext() if name == "auto" else sdpa_kernel(ATTENTION[name])
+
+
+class PatchEmbed(nn.Module):
+    """Cut the image into patches and map each to a token, by one matrix product."""
+
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int):
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Linear(in_chans * patch_size**2, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, C, H, W = x.shape
+        P = self.patch_size
+        x = x.view(B, C, H // P, P, W // P, P).permute(0, 2, 4, 1, 3, 5)  # B H/P W/P C P P
+        return self.proj(x.reshape(B, -1, C * P * P))  # B N D
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention (Vaswani et al. 2017, section 3.2)."""
+
+    def __init__(self, dim: int, num_heads: int, dropout: float, kernel: str):
+        super().__init__()
+        self.head_dim, self.kernel = dim // num_heads, kernel
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.attn_drop = dropout
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, _ = x.shape
+        # The head count comes from the shape, so that a slice of the heads works as well.
+        qkv = self.qkv(x).view(B, N, 3, -1, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B h N d
+        with attention_kernel(self.kernel):
+            x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
+        x = x.transpose(1, 2).reshape(B, N, -1)  # B N D
+        return self.proj_drop(self.proj(x))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between them, applied to each token."""
+
+    def __init__(self, dim: int, hidden_dim: int, dropout: float):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
+
+
+class DropPath(nn.Module):
+    """Drop a residual branch for whole samples (Huang et al. 2016, stochastic depth), keeping its mean."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0 or not self.training:
+            return x
+        keep = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - self.p)
+        return x * keep / (1 - self.p)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added after."""
+
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: int, dropout: float, drop_path: float, kernel: str):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, num_heads, dropout, kernel)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = MLP(dim, mlp_ratio * dim, dropout)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class ViT(nn.Module):
+    """Forecast [B, C_out, H, W] from [B, C_in, H, W], both normalised.
+
+    Args:
+        img_size: rows and columns, H and W.
+        residual: the input channel that each output channel adds its change to (C_out indices), or None: the
+            network then gives the state itself.
+        residual_scale: factor of the change, one per output channel.
+        drop_path: DropPath probability of the last block; it grows linearly from 0 at the first.
+        attention: SDPA backend: auto, flash, efficient, cudnn or math.
+
+    Raises ValueError where the image does not divide into patches, or embed_dim into heads.
+    """
+
+    def __init__(
+        self,
+        img_size: Sequence[int],
+        patch_size: int,
+        in_chans: int,
+        out_chans: int,
+        embed_dim: int,
+        depth: int,
+        num_heads: int,
+        mlp_ratio: int = 4,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        attention: str = "auto",
+        residual: Sequence[int] | None = None,
+        residual_scale: Sequence[float] | None = None,
+    ):
+        super().__init__()
+        H, W = img_size
+        if H % patch_size or W % patch_size:
+            raise ValueError(
+                f"an image of {H} x {W} does not divide into patches of {patch_size}: "
+                f"take a patch_size that divides both, or crop with --img_size"
+            )
+        if embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim {embed_dim} does not divide into {num_heads} heads: take a multiple of num_heads"
+            )
+        self.img_size, self.patch_size, self.out_chans = (H, W), patch_size, out_chans
+        num_patches = (H // patch_size) * (W // patch_size)
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.pos_embed = nn.Parameter(torch.empty(1, num_patches, embed_dim))
+        self.pos_drop = nn.Dropout(dropout)
+        rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout, rate, attention) for rate in rates)
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.head = nn.Linear(embed_dim, out_chans * patch_size**2, bias=False)
+        self.residual = list(residual) if residual is not None else None
+        scale = torch.ones(out_chans) if residual_scale is None else torch.tensor(residual_scale)
+        self.register_buffer("residual_scale", scale.to(torch.get_default_dtype()).view(1, -1, 1, 1))
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        self.apply(self._init_weights)
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def unpatchify(self, x: Tensor) -> Tensor:
+        """Put the tokens [B, N, C P P] back in their places: [B, C, H, W]."""
+        (H, W), P = self.img_size, self.patch_size
+        x = x.view(x.shape[0], H // P, W // P, self.out_chans, P, P)
+        return x.permute(0, 3, 1, 4, 2, 5).reshape(x.shape[0], self.out_chans, H, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.pos_drop(self.patch_embed(x) + self.pos_embed)  # B N D
+        for block in self.blocks:
+            tokens = block(tokens)
+        y = self.unpatchify(self.head(self.norm(tokens)))  # B C_out H W
+        if self.residual is None:
+            return y
+        return x[:, self.residual] + self.residual_scale * y
+
+    def flops(self) -> int:
+        """Floating point operations of one forward pass on one sample: its matrix products, two a multiply-add."""
+        _, N, D = self.pos_embed.shape
+        patch = self.patch_embed.proj.in_features + self.head.out_features
+        return 2 * N * patch * D + len(self.blocks) * (24 * N * D**2 + 4 * N**2 * D)
+
+
+def check_attention(kernel: str, head_dim: int, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Try the SDPA backend on a few tokens; `dtype` None stands for the default one.
+
+    Raises ValueError where the device, the dtype or the head size is not one that it takes.
+    """
+    q = torch.zeros(1, 1, 16, head_dim, device=device, dtype=dtype, requires_grad=True)
+    try:
+        with attention_kernel(kernel):
+            F.scaled_dot_product_attention(q, q, q).sum().backward()
+    except RuntimeError:
+        raise ValueError(
+            f"attention {kernel!r} does not run on {device.type} with {q.dtype} and head size {head_dim}: "
+            f"take --attention auto"
+        ) from None

@@ -1,0 +1,166 @@
+"""Chapter 1: train a vision transformer to forecast the weather, on one device, then data parallel.
+
+    python train.py --config=demo                              one process
+    torchrun --nproc_per_node=4 train.py --config=bs64_opt     four, each with a quarter of every batch
+    sbatch -n 1 -t 20 submit_pm.sh --config=short              under Slurm
+
+New in this chapter: the training loop, mixed precision, gradient accumulation, compilation, the fused optimiser, and
+DistributedDataParallel. `python train.py --help` lists the flags; what they do not teach lives in utils/.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from networks.vit import ViT, check_attention
+from utils.config import Config, load_config
+from utils.device import allow_tf32, check_compiler, pick_device
+from utils.launch import World, all_ranks_agree, start
+from utils.loss import relative_l2
+from utils.profiling import span
+from utils.run import Run
+from utils.weather_data import WeatherData
+
+AMP_DTYPE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """Run matrix products in half precision; weights, norms and the loss stay in float32."""
+    return torch.autocast(device.type, AMP_DTYPE[config.amp_mode], enabled=config.amp_mode != "none")
+
+
+def forward_backward(
+    model: nn.Module, inp: Tensor, target: Tensor, scaler: torch.amp.GradScaler, config: Config
+) -> Tensor:
+    """Fill the gradients of one optimiser step and return the loss, the mean over this rank's samples.
+
+    The samples (B C H W) pass in `accumulation_steps` parts: the gradients add up, and only one part is in memory.
+    """
+    model.zero_grad(set_to_none=True)
+    steps, losses = config.accumulation_steps, []
+    for i, (x, y) in enumerate(zip(inp.chunk(steps), target.chunk(steps))):
+        # DDP averages gradients over the ranks during the backward pass: once a step, in its last part.
+        wait = isinstance(model, DistributedDataParallel) and i < steps - 1
+        with model.no_sync() if wait else contextlib.nullcontext():
+            with span("forward"):
+                with autocast(config, x.device):
+                    forecast = model(x)
+                loss = relative_l2(forecast, y).mean() / steps
+            with span("backward"):
+                # Scaled up, fp16 gradients do not vanish; the scaler is the identity in the other modes.
+                scaler.scale(loss).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+def learning_rate(iteration: int, config: Config) -> float:
+    """Return the learning rate of an iteration, counted from 0.
+
+    A linear warm-up reaches lr in its last iteration; from there a cosine falls to 0 (Loshchilov & Hutter 2017).
+    """
+    if iteration < config.warmup:
+        return config.lr * (iteration + 1) / config.warmup
+    if config.lr_schedule == "none":
+        return config.lr
+    progress = (iteration - config.warmup) / max(config.num_iters - config.warmup, 1)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def train(
+    step: Callable[..., Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    data: WeatherData,
+    config: Config,
+    run: Run,
+) -> None:
+    """Train for `num_iters` optimiser steps; validate after each epoch and at the end."""
+    parameters = list(model.parameters())
+    run.log("Starting Training Loop...")
+    while not run.should_stop:
+        model.train()
+        for batch in run.batches():
+            i = run.iteration
+            with span(f"step {i}"):
+                with span(f"data copy in {i}"):
+                    inp, target = data.to_device(batch)
+                loss = step(model, inp, target, scaler, config)
+                with span("optimizer"):
+                    lr = learning_rate(i, config)
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr
+                    scaler.unscale_(optimizer)
+                    grad_norm = get_total_norm([p.grad for p in parameters])
+                    if config.clip_grad_norm is not None:
+                        clip_grads_with_norm_(parameters, config.clip_grad_norm, grad_norm)
+                    scaler.step(optimizer)  # skipped where a gradient overflowed
+                    scaler.update()
+            run.after_step(loss, grad_norm, lr)
+        run.after_epoch(*validate(model, data, config))
+
+
+@torch.no_grad()
+def validate(model: nn.Module, data: WeatherData, config: Config) -> tuple[dict, tuple[Tensor, Tensor, Tensor]]:
+    """Return the scores over the whole validation set, and its first sample: input, target, forecast (C H W)."""
+    model.eval()
+    scores, example = data.scores(), None
+    for batch in data.valid_loader.epoch():
+        inp, target = data.to_device(batch)
+        with autocast(config, inp.device):
+            forecast = model(inp)
+        scores.update(forecast, inp, target, batch.counts.to(inp.device))
+        example = example or (inp[0], target[0], forecast[0])
+    return scores.reduce(), example
+
+
+def main(world: World, argv: list[str]) -> None:
+    with all_ranks_agree():  # everything a user can get wrong is found here, before any training
+        config, remarks = load_config(argv)
+        config = config.with_batches(world.size)
+        device = pick_device(config.device, world.local_rank)
+        check_attention(config.attention, config.embed_dim // config.num_heads, device, AMP_DTYPE[config.amp_mode])
+        check_compiler(config.enable_jit)
+        allow_tf32(config.tf32)
+        data = WeatherData(config, device, world.size, world.rank)
+        torch.manual_seed(config.seed)  # the same weights on every rank
+        model = ViT(
+            config.img_size,
+            config.patch_size,
+            len(data.in_names),
+            len(data.out_names),
+            config.embed_dim,
+            config.depth,
+            config.num_heads,
+            dropout=config.dropout,
+            drop_path=config.drop_path,
+            attention=config.attention,
+            residual=data.origins if config.residual else None,
+            residual_scale=data.residual_scale,
+        ).to(device)
+    torch.manual_seed(config.seed + world.rank)  # other dropout masks on every rank
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=config.enable_fused)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
+    with Run(config, world, device, data, model.flops()) as run:
+        run.describe(model, remarks)
+        if config.enable_jit:
+            for block in model.blocks:  # a block each: DDP then sends gradients while the backward pass goes on
+                block.compile(fullgraph=True)
+        if world.size > 1 and not config.noddp:
+            model = DistributedDataParallel(
+                model,
+                bucket_cap_mb=config.bucket_cap_mb,
+                broadcast_buffers=not config.disable_broadcast_buffers,
+                gradient_as_bucket_view=True,
+            )
+        train(forward_backward, model, optimizer, scaler, data, config, run)
+
+
+if __name__ == "__main__":
+    start(main, sys.argv[1:])

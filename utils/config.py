@@ -1,0 +1,278 @@
+"""Configuration: one frozen dataclass, filled from its defaults, then a YAML section, then the command line."""
+
+import argparse
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+YAML_CONFIG = "config/ViT.yaml"
+# Keys of the tutorial's YAML files that nothing here needs. They are accepted, and said.
+UNUSED_KEYS = ("wireup_info", "wireup_store")
+
+
+def _key(default: Any, help: str, choices: tuple | None = None, at_least: float | None = None):
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run. Each field is a YAML key and a flag; a boolean `x` has `--x` and `--no_x`."""
+
+    # The run
+    config: str = _key("base", "section of the YAML file")
+    run_num: str = _key("00", "name of the run, the last folder of its path")
+    expdir: str = _key("/logs", "folder that holds all runs")
+    seed: int = _key(0, "seed of the weights, of the order of the samples and of dropout", at_least=0)
+    device: str = _key("auto", "device to train on", choices=("auto", "cpu", "cuda"))
+
+    # The model
+    embed_dim: int = _key(384, "width D of the transformer", at_least=1)
+    depth: int = _key(12, "number of transformer blocks", at_least=1)
+    num_heads: int = _key(8, "number of attention heads", at_least=1)
+    patch_size: int = _key(8, "side of a square patch, in grid points", at_least=1)
+    dropout: float = _key(0.0, "dropout probability: embedding, attention, projections, MLP", at_least=0)
+    drop_path: float = _key(0.0, "DropPath probability of the last block (it grows linearly with depth)", at_least=0)
+    residual: bool = _key(False, "forecast the change: x + net(x)")
+    attention: str = _key(
+        "auto", "attention kernel (SDPA backend)", choices=("auto", "flash", "efficient", "cudnn", "math")
+    )
+
+    # The data
+    data_dir: str | None = _key(None, "folder that stands for /data at the front of the paths below")
+    train_data_path: str = _key("/data/train", "folder of the training files (*.h5)")
+    valid_data_path: str = _key("/data/valid", "folder of the validation files (*.h5)")
+    inf_data_path: str | None = _key(None, "folder of the files to forecast from, recorded with the run")
+    global_means_path: str = _key("/data/stats/global_means.npy", "mean of each channel, [1, C, 1, 1]")
+    global_stds_path: str = _key("/data/stats/global_stds.npy", "standard deviation of each channel, [1, C, 1, 1]")
+    time_means_path: str = _key("/data/stats/time_means.npy", "mean over time of each grid point, [1, C, H, W]")
+    time_diff_stds_path: str | None = _key(None, "std of the change over dt, [1, C, 1, 1]: scales a residual forecast")
+    img_size: list[int] = _key((360, 720), "rows and columns to use, from the north-west corner", at_least=1)
+    dt: int = _key(1, "lead of the forecast, in stored steps", at_least=1)
+    n_in_channels: int = _key(20, "number of input channels: the first ones of the file", at_least=1)
+    n_out_channels: int = _key(20, "number of forecast channels: the first ones of the file", at_least=1)
+    in_channels: list[str] | None = _key(None, "input channels by name (sets n_in_channels)")
+    out_channels: list[str] | None = _key(None, "forecast channels by name (sets n_out_channels)")
+    channel_names: list[str] | None = _key(None, "names of all channels of the files, in order")
+    limit_nsamples: int | None = _key(None, "train on the first samples only", at_least=1)
+    limit_nsamples_val: int | None = _key(None, "validate on the first samples only", at_least=1)
+    data_loader_config: str = _key("pytorch", "data loader", choices=("pytorch", "dali"))
+    num_data_workers: int = _key(0, "processes that read ahead; 0 reads inside the loop", at_least=0)
+
+    # Training
+    num_iters: int = _key(30000, "number of optimiser steps, exactly", at_least=1)
+    global_batch_size: int | None = _key(16, "samples per optimiser step, over all ranks", at_least=1)
+    local_batch_size: int | None = _key(None, "samples per forward pass on one rank (sets the global one)", at_least=1)
+    accumulation_steps: int = _key(1, "forward-backward passes per optimiser step", at_least=1)
+    optimizer: str = _key("Adam", "optimiser", choices=("Adam",))
+    lr: float = _key(5e-4, "peak learning rate", at_least=0)
+    lr_schedule: str = _key(
+        "cosine", "what follows the warm-up: cosine decay to 0, or none", choices=("cosine", "none")
+    )
+    warmup: int = _key(0, "iterations of linear warm-up; the last of them uses lr", at_least=0)
+    clip_grad_norm: float | None = _key(None, "largest norm of the whole gradient", at_least=0)
+
+    # Speed
+    amp_mode: str = _key("none", "mixed precision", choices=("none", "fp16", "bf16"))
+    tf32: bool = _key(True, "TF32 matrix products for float32 on NVIDIA GPUs")
+    enable_fused: bool = _key(False, "Adam in one fused kernel")
+    enable_jit: bool = _key(False, "compile the blocks with torch.compile")
+    model_backend: str = _key("pytorch", "layers of the model", choices=("pytorch", "transformer-engine"))
+
+    # Data parallelism
+    noddp: bool = _key(False, "do not synchronise gradients (timing only: the ranks drift apart)")
+    bucket_cap_mb: int = _key(25, "size of a gradient bucket of DDP, in MiB", at_least=1)
+    disable_broadcast_buffers: bool = _key(False, "DDP does not broadcast buffers before each forward pass")
+
+    # What is shown
+    plot_channels: list[str] | None = _key(None, "channels of the validation picture (default: the first one)")
+
+    def with_batches(self, data_parallel_size: int) -> "Config":
+        """Return the configuration with both batch sizes set: global = local x ranks x accumulation steps.
+
+        Raises ValueError where they do not divide, with the legal sizes.
+        """
+        parts = data_parallel_size * self.accumulation_steps
+        rule = f"{data_parallel_size} data-parallel rank(s) x {self.accumulation_steps} accumulation step(s)"
+        if self.local_batch_size is None:
+            if self.global_batch_size is None:
+                raise ValueError("global_batch_size and local_batch_size are both None: set one of the two")
+            if self.global_batch_size % parts:
+                below = self.global_batch_size // parts * parts
+                legal = " or ".join(str(size) for size in (below, below + parts) if size)
+                raise ValueError(
+                    f"global_batch_size {self.global_batch_size} does not divide over {rule}: take {legal}, "
+                    f"or set --local_batch_size"
+                )
+            return replace(self, local_batch_size=self.global_batch_size // parts)
+        total = self.local_batch_size * parts
+        if self.global_batch_size not in (None, total):
+            raise ValueError(
+                f"local_batch_size {self.local_batch_size} on {rule} makes a global batch of {total}, "
+                f"not global_batch_size {self.global_batch_size}: set only one of the two"
+            )
+        return replace(self, global_batch_size=total)
+
+    def save(self, path: Path) -> None:
+        """Write the resolved configuration as a section of its own: `--yaml_config PATH --config NAME` repeats it."""
+        section = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        # Both sizes would be refused on another number of ranks.
+        section.update(local_batch_size=None, data_dir=None)
+        path.write_text(yaml.safe_dump({section.pop("config"): section}, sort_keys=False))
+
+
+FIELDS = {f.name: f for f in fields(Config)}
+TYPES = typing.get_type_hints(Config)
+
+
+def _unknown(name: str, known: typing.Iterable[str], what: str, where: str) -> ValueError:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"the known ones are {', '.join(sorted(known))}"
+    return ValueError(f"unknown {what} {name!r} {where}: {remedy}")
+
+
+def _parts(name: str) -> tuple[type, bool, bool]:
+    """Split the type of a field into (element type, is it a list, may it be None)."""
+    kind, optional = TYPES[name], False
+    if isinstance(kind, types.UnionType):
+        kind, optional = next(t for t in typing.get_args(kind) if t is not types.NoneType), True
+    if typing.get_origin(kind) is list:
+        return typing.get_args(kind)[0], True, optional
+    return kind, False, optional
+
+
+def _scalar(name: str, value: Any, kind: type) -> Any:
+    """Cast one value to the type of its field: PyYAML reads `5E-4` and quoted numbers as strings."""
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[str(value).lower()]
+        if isinstance(value, (bool, dict, list)) or value is None:
+            raise ValueError
+        if kind is str:
+            return str(value)
+        number = float(value)
+        if kind is float and number == number:
+            return number
+        return {True: int}[number.is_integer()](number)
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(
+            f"{name} is {value!r}: it takes {'true or false' if kind is bool else kind.__name__}"
+        ) from None
+
+
+def cast(name: str, value: Any) -> Any:
+    """Return `value` as the type of the field `name`.
+
+    Raises ValueError with the rule where that cannot be, or where the value is not a legal one.
+    """
+    kind, is_list, optional = _parts(name)
+    meta = FIELDS[name].metadata
+    if value is None or value == "None":
+        if optional:
+            return None
+        raise ValueError(f"{name} is None: it takes {kind.__name__}")
+    if is_list and not isinstance(value, (list, tuple)):
+        value = [value]
+    out = tuple(_scalar(name, v, kind) for v in value) if is_list else _scalar(name, value, kind)
+    for item in out if is_list else (out,):
+        if meta["choices"] and item not in meta["choices"]:
+            raise ValueError(f"{name} is {item!r}: it takes one of {', '.join(meta['choices'])}")
+        if meta["at_least"] is not None and item < meta["at_least"]:
+            raise ValueError(f"{name} is {item}: it takes {meta['at_least']} or more")
+    return out
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Every key of the YAML file is a flag; the command line wins over the YAML section.",
+    )
+    parser.add_argument("--yaml_config", default=YAML_CONFIG, help=f"YAML file of named sections ({YAML_CONFIG})")
+    for name, field in FIELDS.items():
+        kind, is_list, _ = _parts(name)
+        text = f"{field.metadata['help']} ({field.default})".replace("%", "%%")
+        if kind is bool:
+            parser.add_argument(f"--{name}", action="store_const", const=True, help=text)
+            parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
+        else:
+            choices = field.metadata["choices"]
+            metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
+            parser.add_argument(f"--{name}", nargs="+" if is_list else None, metavar=metavar, help=text)
+    return parser
+
+
+def _read_section(path: str, section: str) -> dict[str, Any]:
+    try:
+        sections = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration {path} ({error.strerror}): check --yaml_config") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
+        raise ValueError(f"{path} must hold named sections of flat keys, such as 'base: {{embed_dim: 384}}'")
+    if section not in sections:
+        raise _unknown(section, sections, "section", f"in {path} (--config)")
+    return sections[section]
+
+
+def _merge(values: dict, layer: dict, where: str) -> list[str]:
+    """Lay `layer` over `values`; return the names of the accepted keys that nothing needs."""
+    unused = [name for name in layer if name in UNUSED_KEYS]
+    for name in layer:
+        if name not in FIELDS and name not in unused:
+            raise _unknown(str(name), FIELDS, "key", where)
+    layer = {name: cast(name, value) for name, value in layer.items() if name not in unused}
+    # Of the two batch sizes, the one that was said last decides.
+    for said, other in (("local_batch_size", "global_batch_size"), ("global_batch_size", "local_batch_size")):
+        if layer.get(said) is not None:
+            layer.setdefault(other, None)
+    values.update(layer)
+    return unused
+
+
+def load_config(argv: list[str]) -> tuple[Config, list[str]]:
+    """Return the configuration that the command line `argv` asks for, and remarks for the log.
+
+    Raises ValueError for an unknown section, key, flag or value, with the closest legal one.
+    """
+    parser = _parser()
+    given, extra = parser.parse_known_args(argv)
+    flags = vars(given)
+    if extra:
+        names = [f"--{p}{name}" for name in (*FIELDS, "yaml_config") for p in ("", "no_")]
+        raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
+    path = flags.pop("yaml_config")
+    values: dict[str, Any] = {}
+    section = flags.get("config", FIELDS["config"].default)
+    unused = _merge(values, _read_section(path, section), f"in section {section!r} of {path}")
+    _merge(values, {**flags, "config": section}, "on the command line")
+    config = Config(**values)
+
+    if config.model_backend == "transformer-engine":
+        raise ValueError("model_backend transformer-engine is not supported: use pytorch, with --amp_mode bf16")
+    if config.data_loader_config == "dali":
+        raise ValueError("data_loader_config dali is not available yet: use --data_loader_config pytorch")
+    if len(config.img_size) != 2:
+        raise ValueError(f"img_size is {list(config.img_size)}: it takes two numbers, rows and columns")
+    for name in ("dropout", "drop_path"):
+        if getattr(config, name) >= 1:
+            raise ValueError(f"{name} is {getattr(config, name)}: it takes a probability below 1")
+    if config.data_dir is not None:
+        moved = {
+            name: config.data_dir + getattr(config, name).removeprefix("/data")
+            for name in FIELDS
+            if name.endswith("_path") and str(getattr(config, name)).startswith("/data/")
+        }
+        config = replace(config, **moved)
+    return config, [f"Note: the key {name} is accepted and not used" for name in unused]

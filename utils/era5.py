@@ -1,0 +1,249 @@
+"""The files of a data set: what they hold, which samples they give, how one sample is read.
+
+A folder of `*.h5`, each with a dataset `fields` [time, channel, lat, lon]; see docs/data.md for the whole layout.
+"""
+
+import difflib
+import os
+import re
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+# The order of the tutorial's 20 channels, assumed where neither the configuration nor the file names them.
+ERA5_CHANNELS = (
+    "u10m v10m t2m sp msl t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv".split()
+)
+STORED_STEP_HOURS = 6.0  # of files without `time`
+
+
+@dataclass(frozen=True)
+class Files:
+    """The HDF5 files of one folder, in time order, and what they share.
+
+    Raises ValueError, naming the file, for a folder without files, a file that is no readable HDF5, lacks `fields`,
+    or differs from the others in its shape.
+    """
+
+    paths: tuple[str, ...]
+    steps: tuple[int, ...]  # stored time steps of each file
+    times: tuple[np.ndarray | None, ...]  # seconds since 1970-01-01 of each step, where stored
+    shape: tuple[int, int, int]  # C, H, W
+    dtype: np.dtype
+    channel_names: tuple[str, ...] | None
+    units: tuple[str, ...]
+    latitude: np.ndarray  # degrees north, [H]
+    longitude: np.ndarray  # degrees east, [W]
+
+    @staticmethod
+    def open(folder: str, remedy: str = "check the path") -> "Files":
+        if not os.path.isdir(folder):
+            raise ValueError(f"no data folder {folder!r}: {remedy}, or make data with `python -m utils.sample_data`")
+        paths = sorted(Path(folder).glob("*.h5"), key=_year_then_name)
+        if not paths:
+            raise ValueError(f"no *.h5 file in the data folder {folder!r}: {remedy}")
+        heads = [_read_head(path) for path in paths]
+        first = heads[0]
+        for path, head in zip(paths, heads):
+            if head.shape != first.shape:
+                raise ValueError(
+                    f"{path} holds [channel, lat, lon] {list(head.shape)}, but {paths[0].name} {list(first.shape)}: "
+                    f"all files of a folder must agree"
+                )
+        return replace(
+            first,
+            paths=tuple(str(path) for path in paths),
+            steps=tuple(head.steps[0] for head in heads),
+            times=tuple(head.times[0] for head in heads),
+            dtype=np.result_type(*(head.dtype for head in heads)),
+        )
+
+    def names(self, given: tuple[str, ...] | None) -> tuple[tuple[str, ...], str | None]:
+        """Return the name of each channel (the configuration's, the file's, or assumed ones), and a warning if assumed.
+
+        Raises ValueError where the number of given names is not that of the channels.
+        """
+        C = self.shape[0]
+        if given is not None and len(given) != C:
+            raise ValueError(
+                f"channel_names has {len(given)} names, but {self.paths[0]} holds {C} channels: name them all"
+            )
+        names = given or self.channel_names
+        if names:
+            return tuple(names), None
+        if C == len(ERA5_CHANNELS):
+            return tuple(ERA5_CHANNELS), "the files name no channels: the order u10m v10m t2m ... tcwv is assumed"
+        return tuple(f"ch{i}" for i in range(C)), None
+
+    def step_seconds(self) -> float | None:
+        """Return the time between stored steps: the commonest one. None where the files store no `time`."""
+        steps = [np.diff(t) for t in self.times if t is not None and len(t) > 1]
+        if not steps:
+            return None
+        values, counts = np.unique(np.concatenate(steps), return_counts=True)
+        return float(values[counts.argmax()])
+
+    def samples(self, dt: int) -> np.ndarray:
+        """Return all pairs (t, t + dt) inside a file, as rows (file, t), [n, 2]; a pair that spans a gap is none."""
+        step = self.step_seconds()
+        pairs = []
+        for i, (length, times) in enumerate(zip(self.steps, self.times)):
+            t = np.arange(max(length - dt, 0))
+            if times is not None and step:
+                t = t[times[dt:] - times[:-dt] == dt * step] if len(t) else t
+            pairs.append(np.stack([np.full(len(t), i), t], axis=1))
+        return np.concatenate(pairs)
+
+    def date(self, file: int, t: int) -> str:
+        """Return the date of a stored step, or the file and index where no `time` is stored."""
+        if self.times[file] is None:
+            return f"{Path(self.paths[file]).name}, step {t}"
+        return datetime.fromtimestamp(int(self.times[file][t]), tz=timezone.utc).strftime("%Y-%m-%d %H:%M")
+
+
+class FrameReader:
+    """Reads chosen channels and rows of single frames; opens each file once, in the process that reads.
+
+    Args:
+        files: the files.
+        channels: channel indices, in the order wanted.
+        img_size: rows and columns, from the north-west corner.
+    """
+
+    def __init__(self, files: Files, channels: list[int], img_size: tuple[int, int]):
+        self.files, self.img_size, self.count = files, tuple(img_size), len(channels)
+        self.runs = _consecutive(channels)
+        self._open: dict[int, h5py.Dataset] = {}
+
+    def __getstate__(self):
+        return {**self.__dict__, "_open": {}}  # an open file does not travel to another process
+
+    def read(self, file: int, t: int, out: np.ndarray) -> None:
+        """Fill `out` [C, H, W] with frame `t` of a file."""
+        if file not in self._open:
+            self._open[file] = h5py.File(self.files.paths[file], "r")["fields"]
+        H, W = self.img_size
+        for start, source, length in self.runs:
+            # Straight into the batch: no copy, and nothing read that is not needed.
+            self._open[file].read_direct(
+                out, np.s_[t, source : source + length, :H, :W], np.s_[start : start + length, :, :]
+            )
+
+
+def channel_indices(names: tuple[str, ...], wanted: tuple[str, ...] | None, count: int, key: str) -> list[int]:
+    """Return the channels asked for by name, or the first `count`.
+
+    Raises ValueError for an unknown name, with the closest, and for more channels than there are.
+    """
+    if wanted is None:
+        if count > len(names):
+            raise ValueError(f"n_{key} is {count}, but the files hold {len(names)} channels: take at most {len(names)}")
+        return list(range(count))
+    for name in wanted:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the files hold {', '.join(names)}"
+            raise ValueError(f"unknown channel {name!r} in {key}: {hint}")
+    return [names.index(name) for name in wanted]
+
+
+def check_crop(files: Files, img_size: tuple[int, int], patch_size: int) -> None:
+    """Raise ValueError where the image is larger than the stored grid, or crops a patch or more of it."""
+    for side, stored, used in zip(("rows", "columns"), files.shape[1:], img_size):
+        if used > stored:
+            raise ValueError(
+                f"img_size asks for {used} {side}, but {files.paths[0]} holds {stored}: take at most {stored}"
+            )
+        if stored - used >= patch_size:
+            raise ValueError(
+                f"img_size {used} of {stored} {side} would crop {stored - used}, a patch ({patch_size}) or more: "
+                f"take img_size within {patch_size - 1} of the stored grid"
+            )
+
+
+def load_stats(path: str, shapes: list[tuple[int, ...]], key: str) -> np.ndarray:
+    """Load a statistics file of one of the `shapes`.
+
+    Raises ValueError for a missing file, another shape, or values that are not finite.
+    """
+    try:
+        array = np.load(path)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"cannot read {path!r} ({type(error).__name__}): check --{key}") from None
+    if array.shape not in shapes:
+        legal = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{path} has the shape {list(array.shape)}: {key} must be {legal}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{path} holds values that are not finite: compute {key} anew")
+    return array
+
+
+def _year_then_name(path: Path) -> tuple:
+    year = re.search(r"(\d{4})$", path.stem)
+    return (0, int(year[1]), path.stem) if year else (1, 0, path.stem)
+
+
+def _read_head(path: Path) -> Files:
+    try:
+        with h5py.File(path, "r") as file:
+            if "fields" not in file:
+                raise ValueError(f"{path} has no dataset 'fields': it must be [time, channel, lat, lon]")
+            fields = file["fields"]
+            if fields.ndim != 4 or fields.dtype.kind != "f" or fields.dtype.itemsize > 4:
+                raise ValueError(
+                    f"{path} holds fields of {fields.dtype} {list(fields.shape)}: "
+                    f"they must be float32 or float16, [time, channel, lat, lon]"
+                )
+            length, *shape = fields.shape
+
+            def axis(name: str, size: int) -> np.ndarray | None:
+                if name not in file:
+                    return None
+                if file[name].shape != (size,):
+                    raise ValueError(
+                        f"{path} holds {name} of shape {list(file[name].shape)}: it must be [{size}], as fields"
+                    )
+                return file[name][:]
+
+            def labels(name: str) -> tuple[str, ...] | None:
+                if name not in fields.attrs:
+                    return None
+                values = tuple(v.decode() if isinstance(v, bytes) else str(v) for v in fields.attrs[name])
+                if len(values) != shape[0]:
+                    raise ValueError(f"{path} has {len(values)} {name} for {shape[0]} channels: mend the attribute")
+                return values
+
+            latitude, longitude = axis("latitude", shape[1]), axis("longitude", shape[2])
+            return Files(
+                paths=(str(path),),
+                steps=(length,),
+                times=(axis("time", length),),
+                shape=tuple(shape),
+                dtype=fields.dtype.newbyteorder("="),
+                channel_names=labels("channel_names"),
+                units=labels("units") or ("",) * shape[0],
+                latitude=_default_latitude(shape[1]) if latitude is None else latitude,
+                longitude=np.arange(shape[2]) * 360 / shape[2] if longitude is None else longitude,
+            )
+    except OSError as error:
+        raise ValueError(f"cannot read {path} as HDF5 ({error}): copy it again or remove it") from None
+
+
+def _default_latitude(rows: int) -> np.ndarray:
+    """An odd row count includes both poles; an even one is that grid without its last row."""
+    return 90 - 180 * np.arange(rows) / (rows - rows % 2)
+
+
+def _consecutive(channels: list[int]) -> list[tuple[int, int, int]]:
+    """Group channels into runs (position in the output, first channel, length) that one read serves."""
+    runs: list[tuple[int, int, int]] = []
+    for position, channel in enumerate(channels):
+        if runs and channel == runs[-1][1] + runs[-1][2]:
+            start, first, length = runs[-1]
+            runs[-1] = (start, first, length + 1)
+        else:
+            runs.append((position, channel, 1))
+    return runs

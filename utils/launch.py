@@ -1,0 +1,155 @@
+"""Start a run on any launcher: alone, torchrun, Slurm's srun, mpirun, or plain environment variables.
+
+A process alone is a group of one: nothing else in the code asks whether it is distributed.
+"""
+
+import contextlib
+import os
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+class Refused(ValueError):
+    """What a user can mend, known to every rank: the run ends with this one line."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+def _first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list: `nid[001-003,7]` begins with `nid001`."""
+    match = re.match(r"([^\[,]*)(?:\[([^\]\-,]+)[^\]]*\]([^\[,]*))?", nodelist)
+    return "".join(part or "" for part in match.groups())
+
+
+def _port(job: str) -> int:
+    """Return a port that all ranks of a job agree on and that another job on the node is unlikely to use."""
+    return 20000 + (int(job) if job.isdigit() else zlib.crc32(job.encode())) % 20000
+
+
+def find_world(env: Mapping[str, str]) -> World:
+    """Read this process's place from the environment variables of its launcher.
+
+    `RANK` wins (torchrun, or set by hand), then Open MPI, then Slurm, and Slurm only inside an `srun` step: a batch
+    script's own shell carries SLURM_PROCID too.
+
+    Raises Refused, a ValueError that names the missing or wrong variable where the environment is set by half.
+    """
+
+    def read(name: str, kind: type = int):
+        try:
+            return kind(env[name])
+        except KeyError:
+            raise Refused(
+                f"{name} is not set, but {launcher} is: set {needs}, or unset them all to run one process"
+            ) from None
+        except ValueError:
+            raise Refused(f"{name} is {env[name]!r}: it takes a whole number") from None
+
+    plain = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    needs = ", ".join(plain)
+    on_mpi = "OMPI_COMM_WORLD_SIZE" in env or "OMPI_COMM_WORLD_RANK" in env
+    in_step = "SLURM_STEP_NUM_TASKS" in env
+    launcher = next((name for name in plain[:3] if name in env), None)
+    if "RANK" in env or (launcher and not on_mpi and not in_step):
+        world = World(*(read(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), read("MASTER_ADDR", str))
+        world = World(world.rank, world.size, world.local_rank, world.address, read("MASTER_PORT"))
+    elif on_mpi:
+        launcher = "OMPI_COMM_WORLD_RANK" if "OMPI_COMM_WORLD_RANK" in env else "OMPI_COMM_WORLD_SIZE"
+        needs = (
+            "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK and, on several nodes, MASTER_ADDR"
+        )
+        rank, size, local = (read(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK"))
+        one_node = size == int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", 0))
+        address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else read("MASTER_ADDR", str))
+        job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "0")
+        world = World(rank, size, local, address, read("MASTER_PORT") if "MASTER_PORT" in env else _port(job))
+    elif in_step:
+        launcher = "SLURM_STEP_NUM_TASKS"
+        needs = "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID (srun does)"
+        address = env.get("MASTER_ADDR") or _first_host(read("SLURM_STEP_NODELIST", str))
+        port = read("MASTER_PORT") if "MASTER_PORT" in env else _port(read("SLURM_JOB_ID", str))
+        ranks = (read(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
+        world = World(*ranks, address, port)
+    else:
+        world = World()
+    if not 0 <= world.rank < world.size:
+        raise Refused(
+            f"rank {world.rank} is not below the number of ranks, {world.size}: check the launcher's variables"
+        )
+    return world
+
+
+def share_error(error: str | None) -> None:
+    """End the run on every rank if any rank found an `error`: all ranks call this at the same point.
+
+    Raises Refused with the first rank's message, on all ranks.
+    """
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    found = [(rank, message) for rank, message in enumerate(errors) if message]
+    if found:
+        rank, message = found[0]
+        raise Refused(message if len(found) == len(errors) else f"rank {rank}: {message}")
+
+
+@contextlib.contextmanager
+def all_ranks_agree() -> Iterator[None]:
+    """Turn what a user can mend, on any rank, into the same error on every rank: none waits for one that left.
+
+    Nothing inside the block may communicate. Raises Refused.
+    """
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as found:
+        error = str(found)
+    share_error(error)
+
+
+def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
+    """Join the other ranks, run `main(world, argv)`, and leave together.
+
+    What a user can mend ends every rank with exit code 2 and one line, printed once.
+    """
+    world = World()
+    try:
+        world = find_world(os.environ)
+        _join(world)
+        main(world, argv)
+    except Refused as error:
+        if world.rank == 0:
+            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+        if dist.is_initialized():
+            # Launchers end a job at the first exit: no rank leaves before rank 0 has printed.
+            dist.barrier()
+        sys.exit(2)
+    dist.destroy_process_group()
+
+
+def _join(world: World) -> None:
+    """Create the group of all ranks: NCCL (RCCL) moves GPU tensors, gloo CPU tensors."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if world.size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+        # Ranks that share cores and spin on two threads each made steps up to 30 times slower.
+        torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
+    dist.init_process_group(backend, init_method="env://")

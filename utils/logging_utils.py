@@ -1,0 +1,34 @@
+"""Log lines, on rank 0: to the terminal and to the run's out.log, in the format of the tutorial's published logs."""
+
+import logging
+from pathlib import Path
+
+from tqdm import tqdm
+
+FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+
+
+class _AboveTheBar(logging.StreamHandler):
+    """Prints above a progress bar, not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
+def open_log(path: Path) -> list[logging.Handler]:
+    """Log to the terminal (stderr) and to `path`; return the handlers, for `close_log`."""
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    handlers = [_AboveTheBar(), logging.FileHandler(path)]
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(FORMAT))
+        root.addHandler(handler)
+    return handlers
+
+
+def close_log(handlers: list[logging.Handler]) -> None:
+    """Undo `open_log`."""
+    for handler in handlers:
+        logging.getLogger().removeHandler(handler)
+        handler.close()

@@ -1,0 +1,75 @@
+"""Skill of the forecasts of a validation set: RMSE, anomaly correlation, persistence, per channel."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from utils.loss import relative_l2
+
+
+def latitude_weights(latitude: Tensor) -> Tensor:
+    """Return cos(latitude) [H], normalised to mean 1. `latitude` is in degrees."""
+    weights = torch.cos(torch.deg2rad(latitude)).clamp(min=0)
+    return weights / weights.mean()
+
+
+def weighted_rmse(forecast: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """Return the square root of the weighted mean square over space, [B, C].
+
+    `forecast` and `target` are [B, C, H, W], `weights` [H] with mean 1.
+    """
+    return ((forecast - target).square() * weights[:, None]).mean(dim=(-2, -1)).sqrt()
+
+
+def weighted_acc(forecast: Tensor, target: Tensor, climatology: Tensor, weights: Tensor) -> Tensor:
+    """Return the anomaly correlation, [B, C]: the weighted cosine of the two anomalies from `climatology` [C, H, W].
+
+    The anomalies are not centred in space (Rasp et al. 2020, WeatherBench, appendix A).
+    """
+    f, t = forecast - climatology, target - climatology
+    product = (f * t * weights[:, None]).sum(dim=(-2, -1))
+    norms = (f.square() * weights[:, None]).sum(dim=(-2, -1)) * (t.square() * weights[:, None]).sum(dim=(-2, -1))
+    return product / norms.sqrt()
+
+
+class Scores:
+    """Sums over the samples of a validation set, kept on the device until `reduce`.
+
+    Args:
+        weights: latitude weights, [H].
+        climatology: normalised time means of the forecast channels, [C, H, W].
+        persistence: index of the input channel that each forecast channel persists from, -1 where there is none.
+    """
+
+    def __init__(self, weights: Tensor, climatology: Tensor, persistence: list[int]):
+        self.weights, self.climatology, self.persistence = weights, climatology, persistence
+        # Rows: loss, number of samples (both in column 0); then RMSE, ACC and persistence's RMSE per channel.
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        self.sums = torch.zeros(5, len(persistence), device=weights.device, dtype=wide)
+
+    def update(self, forecast: Tensor, inp: Tensor, target: Tensor, counts: Tensor) -> None:
+        """Add a batch; samples whose entry of `counts` [B] is 0 only pad it, and count for nothing."""
+        forecast, target = forecast.to(self.sums.dtype), target.to(self.sums.dtype)
+        real = counts > 0
+
+        def total(values: Tensor) -> Tensor:  # sliced away with `where`: 0 x NaN would be NaN
+            return torch.where(real[:, None] if values.dim() == 2 else real, values, 0).sum(dim=0)
+
+        self.sums[0, 0] += total(relative_l2(forecast, target))
+        self.sums[1, 0] += real.sum()
+        self.sums[2] += total(weighted_rmse(forecast, target, self.weights))
+        self.sums[3] += total(weighted_acc(forecast, target, self.climatology, self.weights))
+        self.sums[4] += total(weighted_rmse(inp[:, self.persistence].to(self.sums.dtype), target, self.weights))
+
+    def reduce(self) -> dict[str, float | list[float | None]]:
+        """Return the means over all samples of all ranks: `loss`, and `rmse`, `acc`, `persistence` per channel."""
+        dist.all_reduce(self.sums)
+        sums = self.sums.cpu()
+        rmse, acc, persistence = (sums[2:] / sums[1, 0]).tolist()
+        return {
+            "loss": (sums[0, 0] / sums[1, 0]).item(),
+            "samples": int(sums[1, 0]),
+            "rmse": rmse,
+            "acc": acc,
+            "persistence": [x if i >= 0 else None for x, i in zip(persistence, self.persistence)],
+        }

@@ -1,0 +1,59 @@
+"""Pictures of forecasts: plain latitude/longitude maps, with units."""
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+
+def forecast_figure(
+    fields: dict[str, np.ndarray],
+    latitude: np.ndarray,
+    longitude: np.ndarray,
+    channel: str,
+    units: str,
+    title: str = "",
+) -> Figure:
+    """Draw the input, the target, the forecast and the error of one channel on four maps.
+
+    Args:
+        fields: `input` (None where the channel is no input), `target` and `forecast`, each [H, W] in `units`.
+        latitude: degrees north, [H].
+        longitude: degrees east, [W].
+    """
+    states = [field for field in fields.values() if field is not None]
+    error = fields["forecast"] - fields["target"]
+    # One scale for the three states: colours can be compared. Half a per cent at each end is left to outliers.
+    low, high = np.percentile(np.stack(states), [0.5, 99.5])
+    colours = "viridis"
+    if low < 0 < high:  # a signed field: zero is white
+        low, high, colours = -max(-low, high), max(-low, high), "RdBu_r"
+    most = np.percentile(np.abs(error), 99.5) or 1.0
+
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    for axes, (name, field) in zip(
+        figure.subplots(2, 2, sharex=True, sharey=True).flat, {**fields, "error": error}.items()
+    ):
+        bounds = (
+            dict(vmin=-most, vmax=most, cmap="PuOr_r") if name == "error" else dict(vmin=low, vmax=high, cmap=colours)
+        )
+        axes.set_title(name if name != "error" else "error (forecast - target)")
+        axes.set(xlim=(longitude.min(), longitude.max()), ylim=(latitude.min(), latitude.max()))
+        axes.set(xticks=np.arange(0, 361, 60), yticks=np.arange(-90, 91, 30))
+        if field is None:
+            axes.text(0.5, 0.5, "no input channel", transform=axes.transAxes, ha="center")
+            continue
+        image = axes.pcolormesh(longitude, latitude, field, shading="nearest", rasterized=True, **bounds)
+        figure.colorbar(image, ax=axes, label=f"{channel} [{units}]" if units else channel, extend="both", pad=0.02)
+    for axes in figure.axes[2:4]:
+        axes.set_xlabel("longitude [degrees east]")
+    for axes in figure.axes[0:4:2]:
+        axes.set_ylabel("latitude [degrees north]")
+    figure.suptitle(title)
+    return figure
+
+
+def render(figure: Figure) -> np.ndarray:
+    """Return the figure as pixels, uint8 [rows, columns, 3]."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])

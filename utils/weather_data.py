@@ -1,0 +1,122 @@
+"""The data of a run: training and validation sets, statistics, grid, channels, and the way to the device."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.config import Config
+from utils.data_loader import Batch, Loader, PairDataset
+from utils.era5 import STORED_STEP_HOURS, Files, FrameReader, channel_indices, check_crop, load_stats
+from utils.metrics import Scores, latitude_weights
+
+
+class WeatherData:
+    """The training and validation sets of a configuration, for one of `num_shards` data-parallel ranks.
+
+    Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`), the statistics,
+    the crop or the channels asked for.
+    """
+
+    def __init__(
+        self, config: Config, device: torch.device = torch.device("cpu"), num_shards: int = 1, shard_id: int = 0
+    ):
+        self.config, self.device, self.num_shards, self.shard_id = config, device, num_shards, shard_id
+        self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
+        self.valid_files = Files.open(config.valid_data_path, "check --data_dir or --valid_data_path")
+        for what in ("shape", "channel_names"):
+            here, there = getattr(self.train_files, what), getattr(self.valid_files, what)
+            if here != there:
+                raise ValueError(f"the {what} of the training files, {here}, is not the validation files', {there}")
+        C, H, W = self.train_files.shape
+        rows, columns = self.img_size = config.img_size
+        check_crop(self.train_files, self.img_size, config.patch_size)
+        self.latitude, self.longitude = self.train_files.latitude[:rows], self.train_files.longitude[:columns]
+
+        names, self.warning = self.train_files.names(config.channel_names)
+        inputs = self.inputs = channel_indices(names, config.in_channels, config.n_in_channels, "in_channels")
+        outputs = self.outputs = channel_indices(names, config.out_channels, config.n_out_channels, "out_channels")
+        self.in_names, self.out_names = [names[c] for c in inputs], [names[c] for c in outputs]
+        self.units = [self.train_files.units[c] for c in outputs]
+        shown = config.plot_channels or self.out_names[:1]
+        self.plot_channels = channel_indices(tuple(self.out_names), tuple(shown), 0, "plot_channels")
+        # Where each forecast channel stands among the inputs: what persistence and a residual forecast start from.
+        self.origins = [inputs.index(c) if c in inputs else -1 for c in outputs]
+        if config.residual and -1 in self.origins:
+            missing = self.out_names[self.origins.index(-1)]
+            raise ValueError(f"residual needs every forecast channel among the inputs, and {missing!r} is not: add it")
+
+        means = self.means = load_stats(config.global_means_path, [(1, C, 1, 1)], "global_means_path").reshape(C)
+        stds = self.stds = load_stats(config.global_stds_path, [(1, C, 1, 1)], "global_stds_path").reshape(C)
+        for c in inputs + outputs:
+            if not stds[c] > 0:
+                raise ValueError(
+                    f"{config.global_stds_path} gives channel {names[c]!r} a standard deviation of {stds[c]}: "
+                    f"it must be above 0; leave a constant channel out"
+                )
+        shapes = list(dict.fromkeys([(1, C, H, W), (1, C, rows, columns)]))
+        time_means = load_stats(config.time_means_path, shapes, "time_means_path")[0, outputs, :rows, :columns]
+        self.climatology = (time_means - means[outputs, None, None]) / stds[outputs, None, None]
+        self.residual_scale = None
+        if config.time_diff_stds_path is not None:
+            if not config.residual:
+                raise ValueError("time_diff_stds_path scales a residual forecast: add --residual, or leave it out")
+            diffs = load_stats(config.time_diff_stds_path, [(1, C, 1, 1)], "time_diff_stds_path").reshape(C)
+            self.residual_scale = (diffs[outputs] / stds[outputs]).tolist()
+
+        self.train_pairs = self.train_files.samples(config.dt)[: config.limit_nsamples]
+        self.valid_pairs = self.valid_files.samples(config.dt)[: config.limit_nsamples_val]
+        if len(self.train_pairs) < config.global_batch_size:
+            raise ValueError(
+                f"{config.train_data_path} gives {len(self.train_pairs)} samples at dt {config.dt}, less than one "
+                f"global batch of {config.global_batch_size}: lower --global_batch_size, or raise --limit_nsamples"
+            )
+        if len(self.valid_pairs) == 0:
+            raise ValueError(f"{config.valid_data_path} gives no sample at dt {config.dt}: add files or lower --dt")
+        self.inp_stats = self._column(means[inputs]), self._column(stds[inputs])
+        self.target_stats = self._column(means[outputs]), self._column(stds[outputs])
+        self.train_loader = self._loader(self.train_files, self.train_pairs, shuffle=True)
+        self.valid_loader = self._loader(self.valid_files, self.valid_pairs, shuffle=False)
+
+    @property
+    def hours(self) -> str:
+        """The lead time in words."""
+        seconds = self.train_files.step_seconds()
+        hours = self.config.dt * (STORED_STEP_HOURS if seconds is None else seconds / 3600)
+        return f"{hours:g} h" + (" (assumed: the files store no time)" if seconds is None else "")
+
+    def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
+        config = self.config
+        readers = (FrameReader(files, channels, self.img_size) for channels in (self.inputs, self.outputs))
+        return Loader(
+            PairDataset(*readers, pairs, config.dt),
+            config.global_batch_size if shuffle else config.local_batch_size * self.num_shards,
+            shuffle,
+            config.seed,
+            self.num_shards,
+            self.shard_id,
+            config.num_data_workers,
+            self.device,
+        )
+
+    def _column(self, values: np.ndarray) -> Tensor:
+        return self._tensor(values).view(1, -1, 1, 1)
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.tensor(values, device=self.device, dtype=torch.get_default_dtype())
+
+    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], normalised on the device.
+
+        They travel as they are stored (float16 as float16) and arrive in the default dtype.
+        """
+        pairs = ((batch.inp, *self.inp_stats), (batch.target, *self.target_stats))
+        return tuple((raw.to(self.device, non_blocking=True) - mean) / std for raw, mean, std in pairs)
+
+    def to_units(self, field: Tensor, channel: int) -> np.ndarray:
+        """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
+        c = self.outputs[channel]
+        return field.double().cpu().numpy() * float(self.stds[c]) + float(self.means[c])
+
+    def scores(self) -> Scores:
+        """Return empty sums of the validation metrics."""
+        return Scores(latitude_weights(self._tensor(self.latitude)), self._tensor(self.climatology), self.origins)

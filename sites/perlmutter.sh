@@ -1,0 +1,29 @@
+# shellcheck shell=bash
+# Perlmutter (NERSC): 4 A100 a node, 128 hardware threads, Slingshot.
+# NOT RUN YET on this machine: written from NERSC's public examples. Please report what had to change.
+#
+#   export SBATCH_ACCOUNT=<your project>_g
+#   source sites/perlmutter.sh           # whole nodes, for submit_pm_dp.sh
+#   source sites/perlmutter.sh shared    # a part of a node, for submit_pm.sh: one GPU and 32 threads a task
+if [ -z "$IN_JOB" ]; then
+    export SITE=perlmutter
+    export SBATCH_CONSTRAINT=gpu # 80 GB cards: sbatch -C 'gpu&hbm80g'
+    unset SBATCH_GPUS_PER_NODE SBATCH_GPUS_PER_TASK SBATCH_CPUS_PER_GPU
+    if [ "$1" = shared ]; then
+        export SBATCH_QOS=shared SBATCH_GPUS_PER_TASK=1 SBATCH_CPUS_PER_GPU=32
+    else
+        export SBATCH_QOS=regular SBATCH_GPUS_PER_NODE=4
+    fi
+    [ -n "$SBATCH_ACCOUNT" ] || echo "sites/perlmutter.sh: set SBATCH_ACCOUNT to your project (it ends in _g)" >&2
+else
+    export TASKS_PER_NODE=4
+    export SLURM_CPU_BIND=cores
+    export SLURM_GPU_BIND=none              # every task sees the job's GPUs, which NCCL wants for NVLink
+    export FI_MR_CACHE_MONITOR=userfaultfd  # the default monitor can deadlock with NCCL on Slingshot
+    export HDF5_USE_FILE_LOCKING=FALSE      # Lustre scratch
+    case $CONTAINER in
+    shifter) export CONTAINER_ARGS=${CONTAINER_ARGS:---module=gpu,nccl-plugin} ;; # image: nersc/pytorch:<tag>
+    podman-hpc) export CONTAINER_ARGS=${CONTAINER_ARGS:---gpu --nccl} ;;
+    *) [ -n "$PYTHON" ] || [ -x .venv/bin/python ] || module load pytorch ;;
+    esac
+fi

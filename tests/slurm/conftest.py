@@ -1,0 +1,196 @@
+"""A real Slurm for the tests of this folder: one node on loopback, its own munge, all state in a temp folder.
+
+Debian's packages slurm-wlm and munge are installed where that is allowed: as root, in a container (no systemd, so that
+no service of the host is started or changed). Where it is not, the tests are skipped with the reason.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+
+CONFIG = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmctldPort={port1}
+SlurmdPort={port2}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+MpiDefault=none
+ReturnToService=2
+KillWait=2
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def install() -> str | None:
+    """Install Slurm unless it is there; return why that cannot be done, or None."""
+    os.environ["PATH"] += ":/usr/sbin"  # where Debian keeps the daemons
+    if os.geteuid() != 0:
+        return "a Slurm of its own needs root"
+    if all(map(shutil.which, PROGRAMS)):
+        return None
+    if shutil.which("apt-get") is None:
+        return "no Slurm here, and no apt-get to install slurm-wlm and munge"
+    if Path("/run/systemd/system").exists():
+        return "no Slurm here; tests install it only in a container: apt-get install slurm-wlm munge"
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in ("update", "install -y --no-install-recommends slurm-wlm munge"):
+        arguments = ["apt-get", "-o", "DPkg::Lock::Timeout=60", "-q", *command.split()]
+        try:
+            done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+        except subprocess.TimeoutExpired:
+            return f"apt-get {command}: no end after 300 s"
+        if done.returncode != 0:
+            return f"apt-get {command} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"slurm-wlm and munge are installed, but there is no {missing[0]}" if missing else None
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@dataclass
+class Job:
+    id: str
+    exit_code: int
+    seconds: float
+    output: str
+
+
+class Slurm:
+    """The running one-node cluster; every command gets its configuration through SLURM_CONF."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        # A job that the tests start must not take itself for a part of the job that runs the tests.
+        inherited = {k: v for k, v in os.environ.items() if not re.match("SLURM|SBATCH|SRUN", k)}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SCRATCH", "SITE", "CONTAINER"):
+            inherited.pop(name, None)
+        self.env = {**inherited, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+
+    def run(self, *command, env: dict | None = None, timeout: float = 60, **options) -> subprocess.CompletedProcess:
+        env = {**self.env, **(env or {})}
+        return subprocess.run(
+            [str(c) for c in command], env=env, text=True, capture_output=True, timeout=timeout, **options
+        )
+
+    def start(self) -> None:
+        folder = self.folder
+        folder.chmod(0o755)  # munge insists that its socket's folder is open to all
+        key = folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(1024))
+        files = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        munge = [f"--{option}={folder}/munge.{suffix}" for option, suffix in files.items()]
+        (folder / "state").mkdir()
+        (folder / "spool").mkdir()
+        port1, port2 = free_ports(2)
+        host = socket.gethostname().split(".")[0]
+        text = CONFIG.format(folder=folder, host=host, port1=port1, port2=port2)
+        (folder / "slurm.conf").write_text(text)
+        for daemon in (["munged", f"--key-file={key}", *munge], ["slurmctld"], ["slurmd"]):
+            done = self.run(*daemon)
+            assert done.returncode == 0, f"{daemon[0]}: {done.stderr}"
+        deadline = time.time() + 30
+        while "idle" not in (state := self.run("sinfo", "-h", "-o", "%T").stdout):
+            assert time.time() < deadline, f"the node is not idle but {state!r}\n{self.logs()}"
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        if (self.folder / "slurmctld.pid").exists():
+            self.run("scancel", "--full", "--user=root")
+            deadline = time.time() + 10
+            while self.run("squeue", "-h").stdout.strip() and time.time() < deadline:
+                time.sleep(0.2)
+        for name in ("slurmd", "slurmctld", "munge"):
+            file = self.folder / f"{name}.pid"
+            if not file.exists():
+                continue
+            pid = int(file.read_text())
+            os.kill(pid, signal.SIGTERM)
+            deadline = time.time() + 10
+            while _runs(pid) and time.time() < deadline:
+                time.sleep(0.1)
+            if _runs(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def logs(self) -> str:
+        return "\n".join(f"{p.name}:\n{p.read_text()[-2000:]}" for p in sorted(self.folder.glob("*.log")))
+
+    def sbatch(self, *arguments, cwd: Path, env: dict | None = None, timeout: float = 60) -> Job:
+        """Submit a job and wait for its end. (sbatch --wait would look after 2 s, then after 10 s.)"""
+        start = time.time()
+        done = self.run("sbatch", "--parsable", *arguments, cwd=cwd, env=env)
+        assert done.returncode == 0, f"sbatch refused: {done.stderr}"
+        job = done.stdout.strip()
+        while True:
+            record = self.run("scontrol", "show", "job", job).stdout
+            state, code, killed_by, output = re.search(
+                r"JobState=(\w+).*ExitCode=(\d+):(\d+).*StdOut=([^\n]*)", record, re.S
+            ).groups()
+            if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                break
+            if time.time() > start + timeout:
+                self.run("scancel", job)
+                pytest.fail(f"job {job} was {state} after {timeout} s\n{_read(output)}\n{self.logs()}")
+            time.sleep(0.2)
+        return Job(job, int(code) or int(killed_by), time.time() - start, _read(output))
+
+
+def _runs(pid: int) -> bool:
+    """A dead daemon that a container's init has not reaped still answers kill(pid, 0), but has no command line."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
+
+
+@pytest.fixture(scope="session")
+def slurm():
+    reason = install()
+    if reason:
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket's path has at most 107 characters
+    cluster = Slurm(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder, ignore_errors=True)

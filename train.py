@@ -153,11 +153,10 @@ def main(world: World, argv: list[str]) -> None:
             for block in model.blocks:  # a block each: DDP then sends gradients while the backward pass goes on
                 block.compile(fullgraph=True)
         if world.size > 1 and not config.noddp:
+            # Named only where it is switched off: newer versions of PyTorch rename this argument.
+            buffers = {"broadcast_buffers": False} if config.disable_broadcast_buffers else {}
             model = DistributedDataParallel(
-                model,
-                bucket_cap_mb=config.bucket_cap_mb,
-                broadcast_buffers=not config.disable_broadcast_buffers,
-                gradient_as_bucket_view=True,
+                model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True, **buffers
             )
         train(forward_backward, model, optimizer, scaler, data, config, run)
 

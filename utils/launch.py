@@ -37,8 +37,8 @@ def _first_host(nodelist: str) -> str:
 
 
 def _port(job: str) -> int:
-    """Return a port that all ranks of a job agree on and that another job on the node is unlikely to use."""
-    return 20000 + (int(job) if job.isdigit() else zlib.crc32(job.encode())) % 20000
+    """Return a port that all ranks of a job agree on; below 32768, where Linux begins to hand out ports itself."""
+    return 10000 + (int(job) if job.isdigit() else zlib.crc32(job.encode())) % 20000
 
 
 def find_world(env: Mapping[str, str]) -> World:
@@ -137,6 +137,7 @@ def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
         if dist.is_initialized():
             # Launchers end a job at the first exit: no rank leaves before rank 0 has printed.
             dist.barrier()
+            dist.destroy_process_group()
         sys.exit(2)
     dist.destroy_process_group()
 

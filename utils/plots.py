@@ -37,8 +37,8 @@ def forecast_figure(
             dict(vmin=-most, vmax=most, cmap="PuOr_r") if name == "error" else dict(vmin=low, vmax=high, cmap=colours)
         )
         axes.set_title(name if name != "error" else "error (forecast - target)")
-        axes.set(xlim=(longitude.min(), longitude.max()), ylim=(latitude.min(), latitude.max()))
-        axes.set(xticks=np.arange(0, 361, 60), yticks=np.arange(-90, 91, 30))
+        axes.set(xticks=np.arange(-180, 361, 60), yticks=np.arange(-90, 91, 30))
+        axes.set(xlim=_edges(longitude), ylim=_edges(latitude))
         if field is None:
             axes.text(0.5, 0.5, "no input channel", transform=axes.transAxes, ha="center")
             continue
@@ -50,6 +50,12 @@ def forecast_figure(
         axes.set_ylabel("latitude [degrees north]")
     figure.suptitle(title)
     return figure
+
+
+def _edges(centres: np.ndarray) -> tuple[float, float]:
+    """Return the outer edges of evenly spaced cells, in increasing order."""
+    half = abs(centres[-1] - centres[0]) / max(len(centres) - 1, 1) / 2
+    return float(centres.min() - half), float(centres.max() + half)
 
 
 def render(figure: Figure) -> np.ndarray:

@@ -207,19 +207,20 @@ class Run:
     def _stop_nonfinite(self, iteration: int, loss: float, norm: float) -> None:
         """Read the batch again and end the run on every rank, naming the value or the likely cause."""
         epoch, step = divmod(iteration - 1, len(self.data.train_loader))
-        share_error(self.data.train_loader.find_nonfinite(epoch, step))
-        raise_everywhere = (
+        found = self.data.train_loader.find_nonfinite(epoch, step)
+        share_error(found and f"iteration {iteration}: {found}; mend or remove the file")
+        share_error(
             f"iteration {iteration} has loss {loss} and gradient norm {norm}, and its data are finite: training "
             f"diverged; lower --lr, set --clip_grad_norm, or use --amp_mode bf16 in place of fp16"
         )
-        share_error(raise_everywhere)
 
     def after_epoch(self, scores: dict[str, Any], example: tuple[Tensor, Tensor, Tensor]) -> None:
         """Record a validation: its scores, its time, and the picture of `example` (input, target, forecast)."""
         seconds = time.perf_counter() - self.epoch_end
         if not math.isfinite(scores["loss"]):
-            found = (self.data.valid_loader.find_nonfinite(0, step) for step in range(len(self.data.valid_loader)))
-            share_error(next(filter(None, found), None))
+            loader = self.data.valid_loader
+            found = next(filter(None, (loader.find_nonfinite(0, step) for step in range(len(loader)))), None)
+            share_error(found and f"validation: {found}; mend or remove the file")
             share_error(
                 f"the validation loss is {scores['loss']}, and the data are finite: training diverged; lower --lr"
             )

@@ -1,0 +1,22 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.helpers import write_data  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    """GPU tests run where there is a GPU, unchanged; elsewhere they are skipped with the reason."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A small data set: 3 channels of 17 x 32, 21 training and 7 validation samples."""
+    return write_data(tmp_path)

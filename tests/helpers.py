@@ -1,0 +1,183 @@
+"""What several tests need: small data sets, and runs on one or several ranks."""
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+ERA5 = ROOT.parent / "shared/data/era5_djf"
+STEP = 6 * 3600
+
+
+def fields(steps: int, channels: int, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Smooth waves that move, and some noise, float32 [steps, channels, rows, columns]."""
+    rng = np.random.default_rng(seed)
+    t, y, x = np.arange(steps), np.linspace(0, np.pi, rows), np.arange(columns) * 2 * np.pi / columns
+    waves = [
+        np.sin((c + 1) * x[None, None] - 0.3 * (c + 1) * t[:, None, None] + seed) * np.sin(y)[None, :, None]
+        for c in range(channels)
+    ]
+    noise = 0.1 * rng.standard_normal((steps, channels, rows, columns))
+    return (5 * np.stack(waves, axis=1) + noise + np.arange(channels)[:, None, None]).astype(np.float32)
+
+
+def write_file(path: Path, data: np.ndarray, start: int | None = 0, names: list[str] | None = None, **layout) -> None:
+    """Write one file of the training layout; `start` is the first time, None for a file without `time`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        stored = file.create_dataset("fields", data=data, **layout)
+        if start is not None:
+            file["time"] = start + STEP * np.arange(len(data))
+        if names:
+            stored.attrs["channel_names"] = names
+            stored.attrs["units"] = ["m s-1"] * len(names)
+
+
+def write_data(
+    folder: Path,
+    train: dict[str, int] | None = None,
+    valid: dict[str, int] | None = None,
+    channels: int = 3,
+    rows: int = 17,
+    columns: int = 32,
+    names: list[str] | None = None,
+) -> Path:
+    """Write train/, valid/ and stats/ under `folder`: files by stem with their number of steps."""
+    sets = {"train": train or {"2001": 14, "2002": 9}, "valid": valid or {"2003": 8}}
+    written = {}
+    for kind, files in sets.items():
+        for i, (stem, steps) in enumerate(files.items()):
+            data = fields(steps, channels, rows, columns, seed=i + 10 * (kind == "valid"))
+            written[kind, stem] = data
+            write_file(folder / kind / f"{stem}.h5", data, start=STEP * 1000 * i, names=names)
+    every = np.concatenate([data for (kind, _), data in written.items() if kind == "train"]).astype(np.float64)
+    stats = folder / "stats"
+    stats.mkdir(exist_ok=True)
+    np.save(stats / "global_means.npy", every.mean((0, 2, 3), keepdims=True).astype(np.float32))
+    np.save(stats / "global_stds.npy", every.std((0, 2, 3), keepdims=True).astype(np.float32))
+    np.save(stats / "time_means.npy", every.mean(0, keepdims=True).astype(np.float32))
+    return folder
+
+
+TINY = """
+tiny: &tiny
+  embed_dim: 32
+  depth: 2
+  num_heads: 4
+  patch_size: 4
+  img_size: [16, 32]
+  n_in_channels: 3
+  n_out_channels: 3
+  train_data_path: /data/train
+  valid_data_path: /data/valid
+  time_means_path: /data/stats/time_means.npy
+  global_means_path: /data/stats/global_means.npy
+  global_stds_path: /data/stats/global_stds.npy
+  global_batch_size: 8
+  num_iters: 4
+  lr: 1E-3
+"""
+
+
+def tiny_flags(folder: Path, *flags: str) -> list[str]:
+    """Return the command line of a small model on the data in `folder`, with its runs beside the data."""
+    config = folder / "tiny.yaml"
+    if not config.exists():
+        config.write_text(TINY)
+    here = [
+        "--yaml_config",
+        str(config),
+        "--config",
+        "tiny",
+        "--data_dir",
+        str(folder),
+        "--expdir",
+        str(folder / "runs"),
+    ]
+    return [*here, *flags]
+
+
+def run_here(argv: list[str], main=None) -> Path:
+    """Run train.py's main in this process, a group of one, and return the run's folder."""
+    import train
+    from utils.launch import World
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        (main or train.main)(World(), argv)
+    finally:
+        dist.destroy_process_group()
+    return run_folder(argv)
+
+
+def run_folder(argv: list[str], name: str = "1GPU") -> Path:
+    """Return the folder of the run that `argv` starts."""
+    value = {flag: argv[i + 1] for i, flag in enumerate(argv) if flag in ("--expdir", "--config", "--run_num")}
+    return Path(value["--expdir"]) / value["--config"] / name / value.get("--run_num", "00")
+
+
+def records(folder: Path, event: str) -> list[dict]:
+    """Return the lines of metrics.jsonl of one kind."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+def free_port() -> int:
+    """Return a port below 32768, where Linux begins to hand out ports itself: no connection can take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The environment without any launcher's variables, one thread a rank."""
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMIX_", "GROUP_", "TORCHELASTIC")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def run_ranks(ranks: int, command: list[str], timeout: float = 120) -> list[subprocess.CompletedProcess]:
+    """Run `python command` on several ranks of this machine, set up by plain environment variables.
+
+    Each result has `seconds`; a rank that hangs is killed and fails the test.
+    """
+    port, start = free_port(), time.perf_counter()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=clean_environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+            ),
+        )
+        for rank in range(ranks)
+    ]
+    results = []
+    try:
+        for process in processes:
+            left = timeout - (time.perf_counter() - start)
+            out, err = process.communicate(timeout=max(left, 0.1))
+            results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return results

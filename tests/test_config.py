@@ -1,0 +1,161 @@
+"""Configuration: defaults < YAML section < command line, casts, refusals, batch sizes."""
+
+import pytest
+import yaml
+
+from utils.config import FIELDS, Config, load_config
+
+# The tutorial's sections: what each sets, beside what it inherits.
+OPT = dict(data_loader_config="dali", num_data_workers=8, amp_mode="fp16", enable_jit=True, enable_fused=True)
+BATCH_LR = {16: 5e-4, 32: 7.07e-4, 64: 1e-3, 128: 1.41e-3, 256: 2e-3, 512: 2.83e-3, 1024: 4e-3, 2048: 5.66e-3}
+MP = {**OPT, "embed_dim": 1024, "global_batch_size": 64, "lr": 1e-3, "enable_jit": False}
+SECTIONS = {
+    "base": dict(embed_dim=384, depth=12, num_heads=8, patch_size=8, img_size=(360, 720), num_iters=30000, lr=5e-4),
+    "short": dict(limit_nsamples=512, limit_nsamples_val=128, num_iters=128, amp_mode="none", enable_jit=False),
+    "short_opt": dict(limit_nsamples=512, num_iters=128, **OPT),
+    "opt": dict(num_iters=30000, limit_nsamples=None, **OPT),
+    **{f"bs{b}_opt": dict(global_batch_size=b, lr=lr, **OPT) for b, lr in BATCH_LR.items()},
+    "bs64_opt_short": dict(global_batch_size=64, lr=1e-3, limit_nsamples=2048, limit_nsamples_val=2048, num_iters=128),
+    "mp": MP,
+    "mp_bs16": {**MP, "global_batch_size": 16, "lr": 5e-4},
+    "mp_bs32": {**MP, "global_batch_size": 32, "lr": 7.07e-4},
+    "mp_patch4": {**MP, "patch_size": 4},
+    "mp_short": {**MP, "limit_nsamples": 2048, "limit_nsamples_val": 2048, "num_iters": 128},
+}
+PYTORCH = ["--data_loader_config", "pytorch"]
+
+
+def load(*argv: str) -> Config:
+    return load_config(list(argv))[0]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_sections_of_the_tutorial(section):
+    config = load("--config", section, *PYTORCH)
+    expected = {**SECTIONS[section], "data_loader_config": "pytorch"}
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config.expdir == "/logs" and config.train_data_path == "/data/train" and config.warmup == 0
+
+
+def test_the_command_line_wins(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("base: &b {amp_mode: fp16, enable_jit: true, lr: 1.0}\nchild:\n  <<: *b\n  lr: 5E-4\n")
+    flags = ["--yaml_config", str(path), "--config", "child"]
+    assert load(*flags).lr == 5e-4 and load(*flags).amp_mode == "fp16"
+    config = load(*flags, "--amp_mode", "none", "--no_enable_jit", "--lr=2e-3", "--img_size", "8", "16")
+    assert (config.amp_mode, config.enable_jit, config.lr, config.img_size) == ("none", False, 2e-3, (8, 16))
+
+
+def test_every_field_is_a_flag_and_every_boolean_has_its_no():
+    for name, field in FIELDS.items():
+        if isinstance(field.default, bool):
+            assert getattr(load(f"--{name}"), name) is True
+            assert getattr(load(f"--no_{name}"), name) is False
+    assert load("--limit_nsamples", "None").limit_nsamples is None
+    assert load("--clip_grad_norm", "0.5").clip_grad_norm == 0.5
+
+
+def test_values_are_cast_by_the_type_of_the_field(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("base: {lr: 5E-4, num_iters: 3E4, limit_nsamples: None, enable_jit: 'true', run_num: 7, dt: '2'}")
+    config = load("--yaml_config", str(path))
+    assert (config.lr, config.num_iters, config.limit_nsamples) == (5e-4, 30000, None)
+    assert (config.enable_jit, config.run_num, config.dt) == (True, "7", 2)
+
+
+def test_keys_that_nothing_needs_are_said(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("base: {wireup_info: env, wireup_store: tcp, optimizer: Adam, model_backend: pytorch}")
+    _, remarks = load_config(["--yaml_config", str(path)])
+    assert ["wireup_info" in remarks[0], "wireup_store" in remarks[1]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "text, flags, words",
+    [
+        ("base: {embed_dims: 4}", [], ["embed_dims", "did you mean 'embed_dim'"]),
+        ("base: {zzzz: 4}", [], ["zzzz", "the known ones are"]),
+        ("base: {lr: fast}", [], ["lr is 'fast'", "float"]),
+        ("base: {depth: 1.5}", [], ["depth is 1.5", "int"]),
+        ("base: {depth: true}", [], ["depth is True", "int"]),
+        ("base: {depth: None}", [], ["depth is None"]),
+        ("base: {depth: 0}", [], ["depth is 0", "1 or more"]),
+        ("base: {enable_jit: 3}", [], ["enable_jit is 3", "true or false"]),
+        ("base: {lr: .nan}", [], ["lr is nan"]),
+        ("base: {optimizer: LAMB}", [], ["LAMB", "Adam"]),
+        ("base: {model_backend: transformer-engine}", [], ["not supported", "use pytorch"]),
+        ("base: {data_loader_config: dali}", [], ["--data_loader_config pytorch"]),
+        ("base: {data: {img_size: 3}}", [], ["unknown key 'data'"]),
+        ("base: [1, 2]", [], ["named sections of flat keys"]),
+        ("base: {a: b: c}", [], ["not valid YAML"]),
+        ("base: {}", ["--config", "bas"], ["unknown section 'bas'", "did you mean 'base'"]),
+        ("base: {}", ["--embeddim", "4"], ["unknown flag '--embeddim'", "did you mean '--embed_dim'"]),
+        ("base: {}", ["--num_iter", "4"], ["did you mean '--num_iters'"]),  # no abbreviations
+        ("base: {}", ["extra"], ["unknown flag 'extra'"]),
+        ("base: {}", ["--lr"], ["--lr", "expected one argument"]),
+        ("base: {}", ["--amp_mode", "fp8"], ["amp_mode is 'fp8'", "none, fp16, bf16"]),
+        ("base: {}", ["--img_size", "8"], ["two numbers"]),
+        ("base: {}", ["--dropout", "1"], ["below 1"]),
+    ],
+)
+def test_wrong_configuration_is_one_line_with_the_remedy(tmp_path, text, flags, words):
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_config(["--yaml_config", str(path), *flags])
+    message = str(error.value)
+    assert "\n" not in message and all(word in message for word in words), message
+
+
+def test_missing_yaml_file():
+    with pytest.raises(ValueError, match="check --yaml_config"):
+        load("--yaml_config", "nowhere.yaml")
+
+
+def test_batch_sizes():
+    assert load("--global_batch_size", "24").with_batches(4).local_batch_size == 6
+    assert load("--local_batch_size", "3", "--accumulation_steps", "2").with_batches(4).global_batch_size == 24
+    both = load("--local_batch_size", "3", "--global_batch_size", "12")
+    assert both.with_batches(4).local_batch_size == 3
+    with pytest.raises(ValueError, match="set only one of the two"):
+        both.with_batches(2)
+    with pytest.raises(ValueError, match="take 6 or 9"):
+        load("--global_batch_size", "8").with_batches(3)
+    with pytest.raises(ValueError, match="take 4, or"):
+        load("--global_batch_size", "2", "--accumulation_steps", "2").with_batches(2)
+    with pytest.raises(ValueError, match="set one of the two"):
+        load("--global_batch_size", "None").with_batches(1)
+
+
+def test_the_last_said_batch_size_decides(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("base: {local_batch_size: 4, limit_nsamples: None}")
+    flags = ["--yaml_config", str(path)]
+    assert load(*flags).with_batches(2).global_batch_size == 8
+    assert load(*flags, "--global_batch_size", "6").with_batches(2).local_batch_size == 3
+    path.write_text("base: {local_batch_size: None, global_batch_size: 10}")
+    assert load(*flags).with_batches(2).local_batch_size == 5
+    assert load(*flags, "--local_batch_size", "1").with_batches(2).global_batch_size == 2
+
+
+def test_data_dir_stands_for_the_front_of_the_paths():
+    config = load("--data_dir", "/scratch/era5", "--valid_data_path", "mine/valid")
+    assert config.train_data_path == "/scratch/era5/train"
+    assert config.global_stds_path == "/scratch/era5/stats/global_stds.npy"
+    assert config.valid_data_path == "mine/valid"
+
+
+def test_the_saved_configuration_repeats_the_run(tmp_path):
+    config = load("--config", "demo", "--lr", "3e-3", "--data_dir", "/x", "--local_batch_size", "4").with_batches(2)
+    config.save(tmp_path / "config.yaml")
+    assert list(yaml.safe_load((tmp_path / "config.yaml").read_text())) == ["demo"]
+    again = load("--yaml_config", str(tmp_path / "config.yaml"), "--config", "demo")
+    assert again.with_batches(2) == Config(**{**vars(config), "data_dir": None})
+    assert again.with_batches(4).local_batch_size == 2
+
+
+def test_help_shows_every_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load("--help")
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and all(f"--{name}" in text for name in FIELDS)

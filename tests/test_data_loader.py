@@ -1,0 +1,210 @@
+"""The loader: which samples, in which order, on which rank, with which values."""
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import STEP, fields, tiny_flags, write_data, write_file
+from utils.config import load_config
+from utils.data_loader import epoch_order, shard
+from utils.era5 import ERA5_CHANNELS, Files, FrameReader, _consecutive, channel_indices, check_crop, load_stats
+from utils.weather_data import WeatherData
+
+
+def weather(folder, *flags, ranks=1, rank=0):
+    config = load_config(tiny_flags(folder, *flags))[0].with_batches(ranks)
+    return WeatherData(config, num_shards=ranks, shard_id=rank)
+
+
+def stored(folder, kind):
+    """All (input, target) pairs of a set, read plainly: the reference."""
+    pairs = []
+    for path in sorted((folder / kind).glob("*.h5")):
+        with h5py.File(path) as file:
+            data = file["fields"][:]
+        pairs += [(data[t], data[t + 1]) for t in range(len(data) - 1)]
+    return pairs
+
+
+def test_samples_are_all_pairs_inside_a_file_each_once(tmp_path):
+    write_data(tmp_path, train={"a_1999": 5, "1998": 3, "zz": 4})
+    files = Files.open(str(tmp_path / "train"))
+    assert [p.split("/")[-1] for p in files.paths] == ["1998.h5", "a_1999.h5", "zz.h5"]  # by year, then by name
+    assert files.samples(1).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [1, 2], [1, 3], [2, 0], [2, 1], [2, 2]]
+    assert files.samples(3).tolist() == [[1, 0], [1, 1], [2, 0]]
+
+
+def test_a_pair_that_spans_a_gap_is_no_sample(tmp_path):
+    write_file(tmp_path / "2000.h5", fields(6, 1, 4, 8))
+    with h5py.File(tmp_path / "2000.h5", "r+") as file:
+        file["time"][3:] += STEP
+    files = Files.open(str(tmp_path))
+    assert files.samples(1)[:, 1].tolist() == [0, 1, 3, 4]
+    assert files.samples(2)[:, 1].tolist() == [0, 3]
+    assert files.step_seconds() == STEP
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_number_of_ranks_sees_the_same_global_batches(ranks):
+    order = epoch_order(22, seed=3, epoch=5)[:16]
+    assert sorted(epoch_order(22, 3, 5)) == list(range(22))
+    assert (order != epoch_order(22, 3, 6)[:16]).any() and (order != epoch_order(22, 4, 5)[:16]).any()
+    whole = np.concatenate([shard(order, 8, ranks, rank) for rank in range(ranks)], axis=1)
+    assert whole.tolist() == order.reshape(2, 8).tolist()
+
+
+def test_batches_hold_the_values_of_the_files_normalised(tiny):
+    data, pairs = weather(tiny), stored(tiny, "train")
+    means, stds = (np.load(tiny / f"stats/global_{name}.npy") for name in ("means", "stds"))
+    batches = list(data.train_loader.epoch(2))
+    assert len(batches) == len(data.train_loader) == 2  # 21 samples, batches of 8: the tail is dropped
+    for batch, samples in zip(batches, data.train_loader.samples(2)):
+        inp, target = data.to_device(batch)
+        for b, sample in enumerate(samples):
+            for got, raw in zip((inp, target), pairs[sample]):
+                expected = ((raw - means[0]) / stds[0])[:, :16]  # the 17th row is cropped
+                np.testing.assert_allclose(got[b].numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_validation_is_complete_and_in_order(tiny, ranks):
+    seen, steps = [], set()
+    loaders = [weather(tiny, "--global_batch_size", "6", ranks=ranks, rank=r).valid_loader for r in range(ranks)]
+    for parts in zip(*(loader.epoch() for loader in loaders)):
+        steps.update(part.inp.shape for part in parts)
+        seen += [frame for part in parts for frame in part.inp[part.counts > 0]]
+    pairs = stored(tiny, "valid")
+    assert len(seen) == len(pairs) == 7 and len(steps) == 1  # padded to equal shapes
+    assert all(np.array_equal(frame, inp[:, :16]) for frame, (inp, _) in zip(seen, pairs))
+
+
+@pytest.mark.parametrize("layout", [{}, {"chunks": (1, 1, 17, 32)}, {"compression": "gzip"}])
+@pytest.mark.parametrize("dtype", ["float32", "float16", ">f4"])
+def test_layouts_and_dtypes(tmp_path, layout, dtype):
+    data = fields(4, 5, 17, 32)
+    write_file(tmp_path / "2000.h5", data.astype(dtype), **layout)
+    reader = FrameReader(Files.open(str(tmp_path)), [3, 0, 1], (16, 32))
+    frame = np.empty((3, 16, 32), reader.files.dtype)
+    reader.read(0, 2, frame)
+    assert reader.files.dtype == (np.float16 if dtype == "float16" else np.float32)
+    np.testing.assert_array_equal(frame, data[2, [3, 0, 1], :16].astype(dtype))
+
+
+def test_only_the_channels_and_rows_asked_for_are_read(tmp_path, monkeypatch):
+    assert _consecutive([2, 3, 4, 0, 7, 8]) == [(0, 2, 3), (3, 0, 1), (4, 7, 2)]
+    write_file(tmp_path / "2000.h5", fields(4, 5, 17, 32))
+    reader, bytes_read = FrameReader(Files.open(str(tmp_path)), [1, 2], (16, 32)), []
+    original = h5py.Dataset.read_direct
+
+    def count(dataset, dest, source_sel, dest_sel):
+        bytes_read.append(np.empty(dataset.shape, bool)[source_sel].size * 4)
+        original(dataset, dest, source_sel, dest_sel)
+
+    monkeypatch.setattr(h5py.Dataset, "read_direct", count)
+    reader.read(0, 0, np.empty((2, 16, 32), np.float32))
+    assert bytes_read == [2 * 16 * 32 * 4]
+
+
+def test_workers_read_the_same_batches(tiny):
+    plain, ahead = weather(tiny), weather(tiny, "--num_data_workers", "2")
+    for epoch in (0, 1):
+        for a, b in zip(plain.train_loader.epoch(epoch), ahead.train_loader.epoch(epoch), strict=True):
+            assert torch.equal(a.inp, b.inp) and torch.equal(a.target, b.target)
+
+
+def test_reading_leaves_the_random_state_alone(tiny):
+    data = weather(tiny)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    list(data.train_loader.epoch(0))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_limits_and_a_later_start(tiny):
+    data = weather(tiny, "--limit_nsamples", "9", "--limit_nsamples_val", "2", "--global_batch_size", "3")
+    assert len(data.train_pairs) == 9 and len(data.valid_pairs) == 2 and len(data.train_loader) == 3
+    assert data.train_loader.samples(1).max() < 9
+    later = list(data.train_loader.epoch(1, first=2))
+    assert len(later) == 1 and torch.equal(later[0].inp, list(data.train_loader.epoch(1))[2].inp)
+
+
+def test_channels_by_name_and_their_origins(tmp_path):
+    write_data(tmp_path, names=["a", "b", "c"])
+    data = weather(tmp_path, "--in_channels", "c", "a", "--out_channels", "a", "b", "--plot_channels", "b")
+    assert (data.inputs, data.outputs, data.origins) == ([2, 0], [0, 1], [1, -1])
+    assert data.plot_channels == [1] and data.units == ["m s-1"] * 2
+    assert weather(tmp_path, "--channel_names", "x", "y", "z").in_names == ["x", "y", "z"]
+    with pytest.raises(ValueError, match="'b' is not: add it"):
+        weather(tmp_path, "--in_channels", "c", "a", "--out_channels", "a", "b", "--residual")
+
+
+def test_assumed_names(tmp_path):
+    write_file(tmp_path / "a/2000.h5", fields(2, 20, 4, 8))
+    names, warning = Files.open(str(tmp_path / "a")).names(None)
+    assert names == tuple(ERA5_CHANNELS) and "assumed" in warning
+    write_file(tmp_path / "b/2000.h5", fields(2, 3, 4, 8))
+    assert Files.open(str(tmp_path / "b")).names(None) == (("ch0", "ch1", "ch2"), None)
+
+
+def test_grid_where_the_file_stores_none(tmp_path):
+    write_file(tmp_path / "even/2000.h5", fields(2, 1, 4, 8))
+    write_file(tmp_path / "odd/2000.h5", fields(2, 1, 5, 8))
+    even, odd = (Files.open(str(tmp_path / name)) for name in ("even", "odd"))
+    assert even.latitude.tolist() == [90, 45, 0, -45] and odd.latitude.tolist() == [90, 45, 0, -45, -90]
+    assert even.longitude.tolist() == [0, 45, 90, 135, 180, 225, 270, 315]
+
+
+def test_stored_grid_and_lead_time_are_used(tmp_path):
+    write_data(tmp_path)
+    for path in tmp_path.glob("*/*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["latitude"] = np.linspace(80, -80, 17)
+    data = weather(tmp_path, "--dt", "2")
+    assert data.latitude[0] == 80 and len(data.latitude) == 16 and data.hours == "12 h"
+    write_file(tmp_path / "train/2001.h5", fields(14, 3, 17, 32), start=None)
+    write_file(tmp_path / "train/2002.h5", fields(9, 3, 17, 32), start=None)
+    assert weather(tmp_path).hours.startswith("6 h (assumed")
+
+
+def test_time_diff_stds_scale_the_residual(tiny):
+    np.save(tiny / "diff.npy", np.full((1, 3, 1, 1), 0.5, np.float32))
+    data = weather(tiny, "--residual", "--time_diff_stds_path", str(tiny / "diff.npy"))
+    np.testing.assert_allclose(
+        data.residual_scale, 0.5 / np.load(tiny / "stats/global_stds.npy")[0, :, 0, 0], rtol=1e-6
+    )
+    with pytest.raises(ValueError, match="add --residual"):
+        weather(tiny, "--time_diff_stds_path", str(tiny / "diff.npy"))
+
+
+def test_crop_rule(tmp_path):
+    write_file(tmp_path / "2000.h5", fields(2, 1, 17, 32))
+    files = Files.open(str(tmp_path))
+    check_crop(files, (16, 32), patch_size=4)
+    for size, words in (
+        ((12, 32), "a patch"),
+        ((16, 28), "a patch"),
+        ((20, 32), "at most 17"),
+        ((16, 36), "at most 32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_crop(files, size, patch_size=4)
+
+
+def test_units_and_statistics(tiny):
+    data = weather(tiny)
+    field = torch.randn(16, 32)
+    expected = field.double().numpy() * data.stds[2] + data.means[2]
+    np.testing.assert_allclose(data.to_units(field, 2), expected)
+    with pytest.raises(ValueError, match=r"shape \[1, 3, 1, 1\]: k must be \[1, 2, 1, 1\]"):
+        load_stats(str(tiny / "stats/global_stds.npy"), [(1, 2, 1, 1)], "k")
+    with pytest.raises(ValueError, match="did you mean 't2m'"):
+        channel_indices(("t2m", "u10m"), ("t2n",), 0, "in_channels")
+
+
+def test_a_value_that_is_not_finite_is_named(tiny):
+    with h5py.File(tiny / "train/2002.h5", "r+") as file:
+        file["fields"][3, 1, 2, 5] = np.nan
+    data = weather(tiny, "--global_batch_size", "21")
+    assert data.train_loader.find_nonfinite(0, 0).endswith("2002.h5, fields[3, 1, 2, 5] is nan")
+    assert data.valid_loader.find_nonfinite(0, 0) is None

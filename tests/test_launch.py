@@ -1,0 +1,112 @@
+"""Every launcher's environment, and what a half-set one is told."""
+
+import sys
+
+import pytest
+
+from tests.helpers import ROOT, clean_environment, run_ranks, tiny_flags
+from utils.launch import World, _first_host, find_world
+
+PLAIN = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node7", MASTER_PORT="1234")
+MPI = dict(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1")
+BATCH = dict(SLURM_JOB_ID="77", SLURM_PROCID="0", SLURM_NTASKS="4", SLURM_LOCALID="0", SLURM_JOB_NODELIST="nid[7-8]")
+STEP = dict(
+    SLURM_JOB_ID="70077",
+    SLURM_PROCID="5",
+    SLURM_LOCALID="1",
+    SLURM_STEP_NUM_TASKS="8",
+    SLURM_STEP_NODELIST="nid[001234-001240,001300]",
+)
+
+
+def test_alone():
+    assert find_world({}) == World(rank=0, size=1, local_rank=0)
+    assert find_world(BATCH) == World()  # a batch script's own shell is one process
+    assert find_world({"MASTER_ADDR": "x", "MASTER_PORT": "1"}) == World()
+
+
+def test_plain_variables_win():
+    assert find_world({**PLAIN, **MPI, **STEP}) == World(3, 8, 1, "node7", 1234)
+
+
+def test_open_mpi():
+    world = find_world({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prte-x-1@1", **STEP})
+    assert (world.rank, world.size, world.local_rank, world.address) == (1, 2, 1, "127.0.0.1")
+    assert world.port == 10000 + 70077 % 20000
+    assert find_world({**MPI, "MASTER_ADDR": "n1", "MASTER_PORT": "99"}) == World(1, 2, 1, "n1", 99)
+
+
+def test_slurm_step():
+    assert find_world(STEP) == World(5, 8, 1, "nid001234", 10000 + 70077 % 20000)
+    assert find_world({**STEP, "MASTER_ADDR": "a", "MASTER_PORT": "5"}) == World(5, 8, 1, "a", 5)
+
+
+@pytest.mark.parametrize(
+    "nodes, first", [("a", "a"), ("a1,a2", "a1"), ("n[03-05]", "n03"), ("n[7,9]-ib", "n7-ib"), ("x[1-2],y3", "x1")]
+)
+def test_first_host_of_a_node_list(nodes, first):
+    assert _first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    "env, missing",
+    [({k: v for k, v in PLAIN.items() if k != name}, name) for name in PLAIN]
+    + [({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR")]
+    + [({k: v for k, v in MPI.items() if k != name}, name) for name in MPI]
+    + [({k: v for k, v in STEP.items() if k != name}, name) for name in STEP if name != "SLURM_STEP_NUM_TASKS"],
+)
+def test_a_half_set_environment_names_the_missing_variable(env, missing):
+    if missing == "OMPI_COMM_WORLD_LOCAL_RANK":
+        env = {**env, "MASTER_ADDR": "x"}
+    with pytest.raises(ValueError, match=f"^{missing} is not set"):
+        find_world(env)
+
+
+def test_wrong_values():
+    with pytest.raises(ValueError, match="RANK is 'x': it takes a whole number"):
+        find_world({**PLAIN, "RANK": "x"})
+    with pytest.raises(ValueError, match="rank 8 is not below the number of ranks, 8"):
+        find_world({**PLAIN, "RANK": "8"})
+
+
+def test_a_half_set_environment_ends_the_script_in_one_line():
+    import subprocess
+
+    result = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=ROOT,
+        env=clean_environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and "error: RANK is not set" in result.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_trains_and_an_error_is_printed_once(tiny):
+    import subprocess
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
+    options = dict(cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    good = subprocess.run([*torchrun, *tiny_flags(tiny)], **options)
+    assert good.returncode == 0, good.stderr
+    assert (tiny / "runs/tiny/2GPU/00/metrics.jsonl").exists() and good.stderr.count("DONE ---- rank 0") == 1
+    bad = subprocess.run([*torchrun, *tiny_flags(tiny, "--dt", "99")], **options)
+    assert bad.returncode != 0 and bad.stderr.count("train.py: error:") == 1
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_all(tiny):
+    """A rank that alone cannot read its data says so through rank 0, and no rank waits for it."""
+    code = (
+        "import sys, os; from utils.launch import *\n"
+        "def main(world, argv):\n"
+        "    with all_ranks_agree():\n"
+        "        if world.rank == 1: raise OSError('no such disk')\n"
+        "start(main, [])"
+    )
+    first, second = run_ranks(2, ["-c", code], timeout=60)
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr.splitlines()[-1].endswith("error: rank 1: no such disk") and "disk" not in second.stderr

@@ -1,0 +1,135 @@
+"""The model: its shapes, its parts, its rules."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from networks.vit import Attention, DropPath, ViT, check_attention
+
+
+def vit(**changes) -> ViT:
+    torch.manual_seed(0)
+    sizes = dict(img_size=(16, 24), patch_size=4, in_chans=3, out_chans=2, embed_dim=32, depth=3, num_heads=4)
+    return ViT(**{**sizes, **changes})
+
+
+def test_parameter_count_and_names():
+    model = vit()
+    D, N, P2 = 32, 24, 16
+    block = 4 * D + (3 * D * D + 3 * D) + (D * D + D) + (4 * D * D + 4 * D) + (4 * D * D + D)
+    assert sum(p.numel() for p in model.parameters()) == (3 * P2 + 1) * D + N * D + 3 * block + 2 * D + D * 2 * P2
+    assert model.head.bias is None and model.blocks[0].attn.qkv.bias is not None
+    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
+
+
+def test_init_is_truncated_normal_with_std_002():
+    model = vit(embed_dim=128)
+    for weight in (model.pos_embed, model.patch_embed.proj.weight, model.blocks[1].mlp.fc1.weight, model.head.weight):
+        assert 0.018 < weight.std().item() < 0.022 and abs(weight.mean().item()) < 1e-3
+    assert all((m.bias == 0).all() for m in model.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None)
+
+
+def test_patches_are_row_major_and_return_to_their_places():
+    model = vit(in_chans=2)
+    x = torch.arange(2 * 16 * 24.0).view(1, 2, 16, 24)
+    model.patch_embed.proj = torch.nn.Identity()
+    tokens = model.patch_embed(x)  # 1 N 2*16
+    assert torch.equal(tokens[0, 7], x[0, :, 4:8, 4:8].reshape(-1))  # second row of six patches, second column
+    assert torch.equal(model.unpatchify(tokens), x)
+
+
+def test_embedding_equals_a_strided_convolution():
+    model = vit()
+    weight = model.patch_embed.proj.weight.view(32, 3, 4, 4)
+    x = torch.randn(2, 3, 16, 24)
+    conv = F.conv2d(x, weight, model.patch_embed.proj.bias, stride=4).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(model.patch_embed(x), conv)
+
+
+def test_attention_equals_its_formula():
+    torch.manual_seed(0)
+    layer, x = Attention(32, 4, 0.0, "auto"), torch.randn(2, 6, 32)
+    q, k, v = layer.qkv(x).view(2, 6, 3, 4, 8).permute(2, 0, 3, 1, 4)
+    weights = (q @ k.transpose(-2, -1) / 8**0.5).softmax(-1)
+    torch.testing.assert_close(layer(x), layer.proj((weights @ v).transpose(1, 2).reshape(2, 6, 32)))
+
+
+def test_blocks_are_pre_norm():
+    block, x = vit().blocks[0], torch.randn(2, 24, 32)
+    y = x + block.attn(block.norm1(x))
+    torch.testing.assert_close(block(x), y + block.mlp.fc2(F.gelu(block.mlp.fc1(block.norm2(y)))))
+
+
+def test_every_parameter_has_a_gradient():
+    model = vit()
+    model(torch.randn(2, 3, 16, 24)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_residual_adds_the_scaled_change_to_its_channel():
+    plain, x = vit(), torch.randn(2, 3, 16, 24)
+    model = vit(residual=[2, 0], residual_scale=[0.5, 3.0])
+    model.load_state_dict({**plain.state_dict(), "residual_scale": model.residual_scale})
+    y = plain(x)
+    torch.testing.assert_close(model(x), torch.stack([x[:, 2] + 0.5 * y[:, 0], x[:, 0] + 3 * y[:, 1]], dim=1))
+
+
+def test_dropout_acts_in_training_and_not_in_eval():
+    model, x = vit(dropout=0.2, drop_path=0.2), torch.randn(2, 3, 16, 24)
+    assert not torch.equal(model(x), model(x))
+    attention = model.blocks[0].attn
+    attention.proj_drop.p = 0.0
+    tokens = torch.randn(2, 24, 32)
+    assert not torch.equal(attention(tokens), attention(tokens))  # the attention weights are dropped too
+    model.eval()
+    assert torch.equal(model(x), model(x)) and torch.equal(model(x), vit().eval()(x))
+
+
+def test_drop_path_drops_whole_samples_and_keeps_the_mean():
+    torch.manual_seed(0)
+    dropped = DropPath(0.25)(torch.ones(4000, 3, 5))
+    torch.testing.assert_close(dropped.unique(), torch.tensor([0.0, 1 / 0.75]))
+    assert (dropped.amax((1, 2)) == dropped.amin((1, 2))).all() and abs(dropped.mean().item() - 1) < 0.05
+    assert [block.drop_path.p for block in vit(drop_path=0.2).blocks] == [0.0, 0.1, 0.2]
+
+
+def test_refused_sizes():
+    with pytest.raises(ValueError, match="16 x 24 does not divide into patches of 5"):
+        vit(patch_size=5)
+    with pytest.raises(ValueError, match="embed_dim 32 does not divide into 3 heads"):
+        vit(num_heads=3)
+
+
+def test_flops_equal_the_counted_matrix_products():
+    model = vit(attention="math")
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 3, 16, 24))
+    assert model.flops() == counter.get_total_flops()
+    base = vit(img_size=(360, 720), patch_size=8, in_chans=20, out_chans=20, embed_dim=384, depth=1, num_heads=8)
+    N, D = 4050, 384
+    assert base.flops() == 24 * N * D**2 + 4 * N**2 * D + 2 * 2 * N * 1280 * D
+
+
+def test_same_seed_same_model():
+    assert all(torch.equal(a, b) for a, b in zip(vit().parameters(), vit().parameters()))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math", "flash"])
+def test_attention_kernels_agree_on_the_cpu(kernel):
+    x = torch.randn(2, 3, 16, 24)
+    torch.testing.assert_close(vit(attention=kernel)(x), vit()(x), rtol=1e-4, atol=1e-5)
+    check_attention(kernel, 8, torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient"])
+def test_a_kernel_that_the_device_lacks_is_refused(kernel):
+    with pytest.raises(ValueError, match=f"attention '{kernel}' does not run on cpu .* take --attention auto"):
+        check_attention(kernel, 8, torch.device("cpu"), None)
+
+
+def test_blocks_compile_without_a_graph_break_for_every_kernel():
+    for kernel in ("auto", "math"):
+        block = vit(attention=kernel).blocks[0]
+        x = torch.randn(2, 24, 32)
+        torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="eager")(x), block(x))

@@ -1,0 +1,165 @@
+"""Write a data set in the layout that the loaders read: files, statistics, and all of it or nothing.
+
+    FOLDER/train/*.h5, valid/*.h5        `fields` [time, channel, lat, lon], `time`, `latitude`, `longitude`
+    FOLDER/stats/global_means.npy, global_stds.npy [1, C, 1, 1], time_means.npy [1, C, H, W], from the training files
+    FOLDER/stats/time_diff_stds.npy      [1, C, 1, 1], std of the change in one stored step, from the training files
+
+Shapes: T time steps, C channels, H latitudes, W longitudes.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+# A chunk is one channel of one frame. gzip is at its fastest level and after shuffling bytes, as archives have it.
+LAYOUTS = {
+    "contiguous": {},
+    "chunked": {"chunks": True},
+    "gzip": {"chunks": True, "compression": "gzip", "compression_opts": 1, "shuffle": True},
+}
+
+
+class DatasetWriter:
+    """Files and statistics of one data set. `with` it: `add_file`, then `write` every frame of every file once.
+
+    Leaving the block closes the files, and writes the statistics unless it failed. Training needs two steps or more.
+    `folder` exists and is empty. `latitude` [H] and `longitude` [W] are in degrees, `dtype` is float32 or float16,
+    `layout` a key of LAYOUTS. Statistics are gathered on the way, in float64, from the values as stored.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        channels: list[str],
+        units: list[str],
+        latitude: np.ndarray,
+        longitude: np.ndarray,
+        dtype: str = "float32",
+        layout: str = "contiguous",
+    ):
+        self.folder, self.channels, self.units = folder, channels, units
+        self.latitude, self.longitude = latitude.astype(np.float32), longitude.astype(np.float32)
+        self.shape = (len(channels), len(latitude), len(longitude))
+        self.storage = {"dtype": dtype, **LAYOUTS[layout]}
+        if "chunks" in self.storage:
+            self.storage["chunks"] = (1, 1, *self.shape[1:])
+        self.fields: dict[str, h5py.Dataset] = {}
+        self.previous: dict[str, Tensor] = {}  # the last frame of each training file, for the differences
+        self.frames = self.differences = 0
+        self.sum = torch.zeros(self.shape, dtype=torch.float64)
+        self.square_sum, self.diff_sum, self.diff_square_sum = torch.zeros(3, len(channels), dtype=torch.float64)
+        for name in ("train", "valid", "stats"):
+            (folder / name).mkdir()
+
+    def add_file(self, name: str, time: np.ndarray) -> None:
+        """Create FOLDER/`name`.h5 (say train/2001) for the times [T], in seconds since 1970-01-01."""
+        file = h5py.File(self.folder / f"{name}.h5", "w")
+        # track_times would store the moment of writing: the same data must give the same bytes.
+        fields = file.create_dataset("fields", (len(time), *self.shape), track_times=False, **self.storage)
+        fields.attrs["channel_names"] = np.array(self.channels, dtype=h5py.string_dtype())
+        fields.attrs["units"] = np.array(self.units, dtype=h5py.string_dtype())
+        for axis, values in (
+            ("time", time.astype(np.int64)),
+            ("latitude", self.latitude),
+            ("longitude", self.longitude),
+        ):
+            file.create_dataset(axis, data=values, track_times=False)
+        file["time"].attrs["units"] = "seconds since 1970-01-01"
+        self.fields[name] = fields
+
+    def write(self, name: str, t: int, frame: Tensor) -> None:
+        """Store step `t` of a file: a CPU tensor [C, H, W] of the stored dtype. Within a file t counts up from 0."""
+        self.fields[name][t] = frame.numpy()
+        if not name.startswith("train/"):
+            return
+        # A channel at a time stays in the processor's cache: for large frames twice as fast or more.
+        for channel, values in enumerate(frame):
+            wide = values.double()
+            self.sum[channel] += wide
+            self.square_sum[channel] += wide.square().sum()
+            if t > 0:
+                change = wide.sub_(self.previous[name][channel])
+                self.diff_sum[channel] += change.sum()
+                self.diff_square_sum[channel] += change.square_().sum()
+        self.frames += 1
+        self.differences += t > 0
+        if t == len(self.fields[name]) - 1:
+            self.previous.pop(name, None)
+        elif t == 0:
+            self.previous[name] = frame.clone()
+        else:
+            self.previous[name].copy_(frame)
+
+    def __enter__(self) -> "DatasetWriter":
+        return self
+
+    def __exit__(self, error_type, error, traceback) -> None:
+        for fields in self.fields.values():
+            fields.file.close()
+        if error_type is None:
+            self.write_statistics()
+
+    def write_statistics(self) -> None:
+        """Write the four files of statistics from what has been gathered."""
+        points = self.shape[1] * self.shape[2]
+        time_means = self.sum / self.frames
+        means = time_means.mean((1, 2))
+        # The mean of squares less the square of the mean: float64 has digits to spare for a float32 result.
+        variance = self.square_sum / (self.frames * points) - means.square()
+        diff_count = self.differences * points
+        diff_variance = self.diff_square_sum / diff_count - (self.diff_sum / diff_count).square()
+        stats = {
+            "global_means": means[:, None, None],
+            "global_stds": variance.clamp(min=0).sqrt()[:, None, None],
+            "time_means": time_means,
+            "time_diff_stds": diff_variance.clamp(min=0).sqrt()[:, None, None],
+        }
+        for name, value in stats.items():
+            np.save(self.folder / "stats" / f"{name}.npy", value[None].float().numpy())
+
+
+@contextmanager
+def new_folder(out: Path, overwrite: bool, size: int) -> Iterator[Path]:
+    """A scratch folder beside `out` that becomes `out` if the body succeeds, and leaves no trace if it fails.
+
+    `size` is the number of bytes to come. Raises ValueError if `out` exists (unless `overwrite`, and it is a data set),
+    cannot be written, or does not fit on the disk.
+    """
+    if out.exists():
+        if not overwrite:
+            raise ValueError(f"{out} exists already; add --overwrite to replace it, or give another --out")
+        strangers = (
+            sorted({p.name for p in out.iterdir()} - {"train", "valid", "stats"}) if out.is_dir() else [out.name]
+        )
+        if strangers:
+            raise ValueError(
+                f"{out} holds {strangers[0]}, which is no part of a data set; --overwrite replaces only folders "
+                "with train, valid and stats; give another --out"
+            )
+    out = out.resolve()  # a link to a scratch disk stays a link
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent)
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror}; give --out a folder that you may write to") from None
+    with scratch:
+        free = shutil.disk_usage(scratch.name).free
+        if size > free:
+            raise ValueError(
+                f"{out} needs {size / 1e9:.1f} GB and its disk has {free / 1e9:.1f} GB free; "
+                "give fewer --samples or --trajectories, or another --out"
+            )
+        # One level down: the temporary folder itself is closed to other users, and that would stick to `out`.
+        new, old = Path(scratch.name, "new"), Path(scratch.name, "old")
+        new.mkdir()
+        yield new
+        if overwrite and out.exists():
+            out.rename(old)
+        new.rename(out)

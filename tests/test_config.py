@@ -67,7 +67,7 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("base: {wireup_info: env, wireup_store: tcp, optimizer: Adam, model_backend: pytorch}")
     _, remarks = load_config(["--yaml_config", str(path)])
-    assert ["wireup_info" in remarks[0], "wireup_store" in remarks[1]] == [True, True]
+    assert remarks == ["Keys accepted and not used: wireup_info, wireup_store"]
 
 
 @pytest.mark.parametrize(

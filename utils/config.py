@@ -275,4 +275,4 @@ def load_config(argv: list[str]) -> tuple[Config, list[str]]:
             if name.endswith("_path") and str(getattr(config, name)).startswith("/data/")
         }
         config = replace(config, **moved)
-    return config, [f"Note: the key {name} is accepted and not used" for name in unused]
+    return config, [f"Keys accepted and not used: {', '.join(unused)}"] if unused else []

@@ -1,0 +1,61 @@
+# make demo     data, training, a picture: some minutes on a laptop
+# make test     the tests
+# make lint     ruff and its formatter
+# make help     this list
+#
+# Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
+# a module or a container gives, and installs nothing.
+
+VENV ?= .venv
+
+ifeq ($(VENV),system)
+PYTHON ?= python3
+READY :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/installed
+endif
+
+.PHONY: help demo test lint format readme benchmark clean
+
+help:
+	@sed -n 's/^# //p' Makefile | head -4
+
+demo: data/demo
+	$(PYTHON) train.py --config=demo
+	@echo
+	@echo "A forecast beside what happened:  runs/demo/1GPU/00/pictures/vor_upper.png"
+	@echo "The curves:                       $(PYTHON) -m tensorboard.main --logdir runs"
+	@echo "Next, the same in bfloat16:       $(PYTHON) train.py --config=demo --amp_mode bf16 --run_num bf16"
+	@echo "and chapter 1 of README.md, which explains each flag."
+
+data/demo: | $(READY)
+	$(PYTHON) -m utils.sample_data
+
+test: $(READY)
+	PYTHON=$(PYTHON) tests/run_tests.sh
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: $(READY)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+# Runs every laptop command of the README, as written.
+readme: data/demo
+	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py
+
+benchmark: data/demo
+	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json
+
+clean:
+	rm -rf .venv data runs .pytest_cache .ruff_cache
+
+$(VENV)/installed: requirements.txt requirements-dev.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: Python 3.11 or newer is needed, and python3 is $$(python3 -V): load another, or use VENV=system"; exit 1; }
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
+	touch $@

@@ -1,0 +1,45 @@
+"""Run the laptop commands of README.md as they are written: the lines of its ```bash blocks, in order.
+
+Blocks that begin with `# on a cluster` or `# by hand` are left out: they need Slurm, a GPU, or a person.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands of all blocks that a laptop runs; a backslash joins lines."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    lines = []
+    for block in blocks:
+        if not block.startswith(("# on a cluster", "# by hand")):
+            lines += [line.split("  # ")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def main() -> int:
+    # `python` and `torchrun` of the README are those of the environment that runs this.
+    here = str(Path(sys.executable).parent)
+    env = {**os.environ, "PATH": here + os.pathsep + os.environ["PATH"]}
+    for command in commands((ROOT / "README.md").read_text()):
+        if command.startswith(("make ", "git ", "cd ", "source ")):
+            continue  # CI calls make itself, in a clone of its own
+        start = time.perf_counter()
+        print(f"$ {command}", flush=True)
+        done = subprocess.run(command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        if done.returncode != 0:
+            print(done.stdout + done.stderr)
+            print(f"README.md: this command ended with code {done.returncode}: {command}")
+            return 1
+        print(f"  {time.perf_counter() - start:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The house: which way imports run, scripts that lint, a notebook that opens, files that the README names."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+OURS = {"networks", "utils", "distributed", "tests", "benchmarks", "train", "train_mp", "train_mp_graphs", "evaluate"}
+MAY_IMPORT = {
+    "networks": set(),
+    "utils": {"utils"},
+    "distributed": {"distributed", "networks", "utils"},
+    ".": {"distributed", "networks", "utils", "train", "train_mp"},
+}
+
+
+def imports(source: str) -> set[str]:
+    """The top names of all modules that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module if node.level == 0 else "." * node.level)
+    return {name.split(".")[0] if not name.startswith(".") else name for name in names}
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_imports_run_one_way(folder):
+    for path in (ROOT / folder).glob("*.py"):
+        allowed = MAY_IMPORT[folder] - ({path.stem} if folder == "." else set())
+        found = imports(path.read_text())
+        assert not {name for name in found if name.startswith(".")}, f"{path}: relative import"
+        assert found & OURS <= allowed, f"{path} imports {found & OURS - allowed}"
+
+
+def test_the_import_test_sees_every_form():
+    text = (
+        "import utils.a\nfrom distributed.b import c\ndef f():\n    from networks import d\nfrom . import e\nimport os"
+    )
+    assert imports(text) == {"utils", "distributed", "networks", ".", "os"}
+
+
+def test_the_code_is_valid_on_python_310():
+    for path in ROOT.glob("*/*.py"):
+        if ".venv" not in path.parts:
+            ast.parse(path.read_text(), feature_version=(3, 10))
+
+
+def test_the_chapter_is_one_page():
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 180
+
+
+def test_shell_scripts_are_clean():
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    scripts = [*ROOT.glob("*.sh"), *ROOT.glob("sites/*.sh"), *ROOT.glob("tests/**/*.sh"), ROOT / ".ci/run"]
+    done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, cwd=ROOT)
+    assert len(scripts) > 6 and done.returncode == 0, done.stdout
+
+
+def test_requirements_are_pinned_with_torch_first():
+    lines = [x for x in (ROOT / "requirements.txt").read_text().splitlines() if not x.startswith("#")]
+    assert lines[0] == "torch==2.13.0" and all(re.fullmatch(r"[a-z0-9]+==[0-9.]+", line) for line in lines)
+
+
+def test_the_notebook_opens_and_its_code_is_valid():
+    notebook = json.loads((ROOT / "start_tensorboard.ipynb").read_text())
+    assert notebook["nbformat"] == 4
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"])
+            ast.parse(re.sub(r"^[%!].*$", "", source, flags=re.M))
+            assert cell["outputs"] == []
+
+
+def test_what_the_readme_names_exists():
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):
+        assert (ROOT / target).exists(), f"README.md links to {target}"
+    flags = set(re.findall(r"--([a-z_0-9]+)", " ".join(re.findall(r"python train.py[^`\n]*", text))))
+    from utils.config import FIELDS
+
+    known = set(FIELDS) | {f"no_{name}" for name in FIELDS} | {"yaml_config", "help"}
+    assert flags and flags <= known, flags - known
+
+
+def test_the_readme_explains_every_flag():
+    from utils.config import FIELDS
+
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/configuration.md").read_text()
+    assert not [name for name in FIELDS if f"`{name}" not in text and f"--{name}" not in text]

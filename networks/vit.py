@@ -83,13 +83,14 @@ class DropPath(nn.Module):
 
     def __init__(self, p: float):
         super().__init__()
-        self.p = p
+        # A tensor, not a number: torch.compile then has one code for the blocks, whose probabilities differ.
+        self.register_buffer("keep", torch.tensor(1 - p), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.p == 0 or not self.training:
+        if not self.training:
             return x
-        keep = x.new_empty(x.shape[0], 1, 1).bernoulli_(1 - self.p)
-        return x * keep / (1 - self.p)
+        kept = torch.rand(x.shape[0], 1, 1, device=x.device) < self.keep
+        return x * kept / self.keep.to(x.dtype)
 
 
 class Block(nn.Module):
@@ -101,7 +102,7 @@ class Block(nn.Module):
         self.attn = Attention(dim, num_heads, dropout, kernel)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = MLP(dim, mlp_ratio * dim, dropout)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path(self.attn(self.norm1(x)))
@@ -158,7 +159,9 @@ class ViT(nn.Module):
         self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout, rate, attention) for rate in rates)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, out_chans * patch_size**2, bias=False)
-        self.residual = list(residual) if residual is not None else None
+        # Buffers live on the device: a Python list as index would be copied there in every step.
+        index = None if residual is None else torch.tensor(residual)
+        self.register_buffer("residual", index, persistent=False)
         scale = torch.ones(out_chans) if residual_scale is None else torch.tensor(residual_scale)
         self.register_buffer("residual_scale", scale.to(torch.get_default_dtype()).view(1, -1, 1, 1))
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
@@ -184,7 +187,7 @@ class ViT(nn.Module):
         y = self.unpatchify(self.head(self.norm(tokens)))  # B C_out H W
         if self.residual is None:
             return y
-        return x[:, self.residual] + self.residual_scale * y
+        return x.index_select(1, self.residual) + self.residual_scale * y
 
     def flops(self) -> int:
         """Floating point operations of one forward pass on one sample: its matrix products, two a multiply-add."""

@@ -42,7 +42,9 @@ class Scores:
     """
 
     def __init__(self, weights: Tensor, climatology: Tensor, persistence: list[int]):
-        self.weights, self.climatology, self.persistence = weights, climatology, persistence
+        self.weights, self.climatology = weights, climatology
+        self.known = [i >= 0 for i in persistence]
+        self.persistence = torch.tensor(persistence, device=weights.device).clamp(min=0)
         # Rows: loss, number of samples (both in column 0); then RMSE, ACC and persistence's RMSE per channel.
         wide = torch.promote_types(weights.dtype, torch.float32)
         self.sums = torch.zeros(5, len(persistence), device=weights.device, dtype=wide)
@@ -57,9 +59,10 @@ class Scores:
 
         self.sums[0, 0] += total(relative_l2(forecast, target))
         self.sums[1, 0] += real.sum()
+        same = inp.index_select(1, self.persistence)
         self.sums[2] += total(weighted_rmse(forecast, target, self.weights))
         self.sums[3] += total(weighted_acc(forecast, target, self.climatology, self.weights))
-        self.sums[4] += total(weighted_rmse(inp[:, self.persistence].to(self.sums.dtype), target, self.weights))
+        self.sums[4] += total(weighted_rmse(same.to(self.sums.dtype), target, self.weights))
 
     def reduce(self) -> dict[str, float | list[float | None]]:
         """Return the means over all samples of all ranks: `loss`, and `rmse`, `acc`, `persistence` per channel."""
@@ -71,5 +74,5 @@ class Scores:
             "samples": int(sums[1, 0]),
             "rmse": rmse,
             "acc": acc,
-            "persistence": [x if i >= 0 else None for x, i in zip(persistence, self.persistence)],
+            "persistence": [x if known else None for x, known in zip(persistence, self.known)],
         }

@@ -1,6 +1,7 @@
 """Where the time goes: named ranges, the profiler window, and the speed that the hardware could reach."""
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 
@@ -10,7 +11,9 @@ import torch
 DATASHEET_TFLOPS = {
     "A100": (19.5, 156, 312),
     "H100 PCIe": (51, 378, 756),
+    "H100 NVL": (60, 418, 835),
     "H100": (67, 495, 989),
+    "H200 NVL": (60, 418, 835),
     "H200": (67, 495, 989),
     "GH200": (67, 495, 990),
     "A10": (31.2, 62.5, 125),
@@ -45,14 +48,17 @@ def peak_flops(device: torch.device, amp_mode: str, tf32: bool) -> tuple[float, 
     """Return the dense matmul peak of one device in FLOP/s, for the dtype in use, and where the figure is from."""
     dtype = {"none": torch.get_default_dtype(), "fp16": torch.float16, "bf16": torch.bfloat16}[amp_mode]
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = max(
-            (key for key in DATASHEET_TFLOPS if key in name.replace("-", " ").split("GB")[0]), key=len, default=None
-        )
+        known = known_device(torch.cuda.get_device_name(device))
         if known and dtype != torch.float64:
             column = 2 if dtype != torch.float32 else int(tf32)
             return DATASHEET_TFLOPS[known][column] * 1e12, f"datasheet, {known}"
     return _measured_peak(device, dtype), f"measured matmul, {str(dtype).removeprefix('torch.')}"
+
+
+def known_device(name: str) -> str | None:
+    """Return the row of the datasheet table for the name that a driver gives, such as `NVIDIA A100-SXM4-40GB`."""
+    rows = (key for key in DATASHEET_TFLOPS if re.search(rf"\b{key}\b", name))
+    return max(rows, key=len, default=None)
 
 
 def _measured_peak(device: torch.device, dtype: torch.dtype) -> float:

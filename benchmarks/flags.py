@@ -1,0 +1,112 @@
+"""What does each flag of chapter 1 buy? Samples per second of train.py with one flag changed, over those without.
+
+    python benchmarks/flags.py --json benchmarks/results/flags.json [any flag of train.py, for all runs]
+
+Every two variants stand between two runs of the baseline, and a ratio is to the mean of these two: a machine that slows
+down meanwhile slows all of them. `the same again` compares neighbouring baselines: that is the noise. A run is four
+epochs of 6 iterations in a process of its own; its speed is that of its fastest epoch after the first, which compiles.
+`loss change` is the largest relative difference of a training loss from the baseline's.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPEATS, ITERATIONS, EPOCHS = 3, 6, 4
+# name: (flags, ranks, share of the iterations: what is very slow here gets fewer)
+VARIANTS = {
+    "num_data_workers 1": (["--num_data_workers", "1"], 1, 1.0),
+    "no_enable_fused": (["--no_enable_fused"], 1, 1.0),
+    "enable_jit": (["--enable_jit"], 1, 1.0),
+    "amp_mode bf16": (["--amp_mode", "bf16"], 1, 1.0),
+    "amp_mode bf16, enable_jit": (["--amp_mode", "bf16", "--enable_jit"], 1, 1.0),
+    "amp_mode fp16": (["--amp_mode", "fp16"], 1, 0.125),
+    "attention math": (["--attention", "math"], 1, 1.0),
+    "accumulation_steps 4": (["--accumulation_steps", "4"], 1, 1.0),
+    "clip_grad_norm 1": (["--clip_grad_norm", "1"], 1, 1.0),
+    "2 ranks": ([], 2, 1.0),
+    "2 ranks, bucket_cap_mb 1": (["--bucket_cap_mb", "1"], 2, 1.0),
+    "2 ranks, noddp": (["--noddp"], 2, 1.0),
+}
+
+
+def run(flags: list[str], ranks: int, iterations: int) -> tuple[float, list[float]]:
+    """Train in a process of its own; return samples per second, and the losses."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command = command if ranks > 1 else [sys.executable]
+        command += ["train.py", *flags, "--expdir", folder, "--num_iters", str(EPOCHS * iterations)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}\n{done.stderr}")
+        (records,) = Path(folder).glob("*/*/*/metrics.jsonl")
+        lines = [json.loads(line) for line in records.read_text().splitlines()]
+    speeds = [line["samples_per_sec"] for line in lines if line["event"] == "epoch"][1:]
+    return max(speeds), [line["loss"] for line in lines if line["event"] == "step"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    args, more = parser.parse_known_args()
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from utils.config import load_config
+
+    base = more if any(flag.startswith("--config") for flag in more) else ["--config=demo", *more]
+    batch = load_config(base)[0].with_batches(1).global_batch_size
+
+    def measure(name: str, flags: list[str], ranks: int, share: float) -> tuple[float, list[float]]:
+        iterations = max(round(ITERATIONS * share), 1)
+        limits = ["--limit_nsamples", str(iterations * batch), "--limit_nsamples_val", "16"]
+        speed, losses = run([*base, *limits, *flags], ranks, iterations)
+        print(f"{name:28s} {speed:9.1f} samples/s", flush=True)
+        return speed, losses
+
+    baselines, changes = [], {}
+    ratios: dict[str, list[float]] = {name: [] for name in ("the same again", *VARIANTS)}
+    for _ in range(REPEATS):
+        before, losses = measure("baseline", [], 1, 1.0)
+        for first in range(0, len(VARIANTS), 2):
+            pair = list(VARIANTS.items())[first : first + 2]
+            speeds = {name: measure(name, *variant) for name, variant in pair}
+            after, _ = measure("baseline", [], 1, 1.0)
+            for name, (speed, curve) in speeds.items():
+                ratios[name].append(2 * speed / (before + after))
+                if VARIANTS[name][2] == 1:
+                    changes[name] = max(abs(a - b) / b for a, b in zip(curve, losses))
+            ratios["the same again"].append(after / before)
+            baselines.append(before)
+            before = after
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    record = {
+        "machine": {"device": device, "cores": len(os.sched_getaffinity(0)), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": " ".join(["python benchmarks/flags.py --json FILE", *more]),
+        "figures": {
+            "samples_per_sec": statistics.median(baselines),
+            **{f"ratio of {n}": statistics.median(r) for n, r in ratios.items()},
+            **{f"loss change of {n}": c for n, c in changes.items()},
+        },
+        "spread": {
+            "samples_per_sec": [min(baselines), max(baselines)],
+            **{f"ratio of {n}": [min(r), max(r)] for n, r in ratios.items()},
+        },
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(record, indent=1) + "\n")
+    for name, ratio in ratios.items():
+        loss = f"   loss {changes[name]:.1e}" if name in changes else ""
+        print(f"{name:28s} {statistics.median(ratio):5.2f}   ({min(ratio):.2f} to {max(ratio):.2f}){loss}")
+
+
+if __name__ == "__main__":
+    main()

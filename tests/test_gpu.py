@@ -1,0 +1,142 @@
+"""What only a GPU can show. Skipped elsewhere; `pytest -m gpu` runs these."""
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from networks.vit import ATTENTION, ViT, check_attention
+from tests.helpers import records, run_here, tiny_flags
+from utils.config import load_config
+from utils.device import allow_tf32
+from utils.profiling import peak_flops
+
+pytestmark = pytest.mark.gpu
+
+
+def losses(folder):
+    return [line["loss"] for line in records(folder, "step")]
+
+
+@pytest.fixture(scope="module")
+def device():
+    return torch.device("cuda", 0)
+
+
+def on_gpu(tiny, *flags):
+    return tiny_flags(tiny, "--device", "cuda", "--num_iters", "6", *flags)
+
+
+def test_the_gpu_follows_the_cpu(tiny):
+    cpu = losses(run_here(tiny_flags(tiny, "--device", "cpu", "--num_iters", "6")))
+    gpu = losses(run_here(on_gpu(tiny, "--no_tf32", "--attention", "math", "--run_num", "b")))
+    np.testing.assert_allclose(gpu, cpu, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--amp_mode", "bf16"],
+        ["--amp_mode", "fp16"],
+        ["--amp_mode", "fp16", "--enable_fused"],
+        ["--amp_mode", "bf16", "--enable_jit", "--enable_fused"],
+        ["--num_data_workers", "2"],
+        ["--accumulation_steps", "4"],
+        ["--residual", "--clip_grad_norm", "1"],
+    ],
+)
+def test_flags_follow_float32(tiny, flags):
+    residual = ["--residual"] if "--residual" in flags else []
+    plain = losses(run_here(on_gpu(tiny, "--lr", "1e-4", *residual)))
+    folder = run_here(on_gpu(tiny, "--lr", "1e-4", *flags, "--run_num", "b"))
+    np.testing.assert_allclose(losses(folder), plain, rtol=0.02)
+    last = records(folder, "epoch")[-1]
+    assert last["mfu"] > 0 and last["peak_memory_gb"] > 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_step_adds_no_synchronisation(tiny, device, fused):
+    """torch raises where the host waits for the device: copy, forward, backward, clipping and Adam must not."""
+    flags = on_gpu(tiny, "--residual", "--clip_grad_norm", "1", *(["--enable_fused"] if fused else []))
+    config = load_config(flags)[0].with_batches(1)
+    data = train.WeatherData(config, device)
+    model = ViT((16, 32), 4, 3, 3, 32, 2, 4, residual=data.origins).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+
+    class Run:
+        iteration, log, after_epoch = 0, staticmethod(lambda *a: None), staticmethod(lambda *a: None)
+        should_stop = property(lambda self: self.iteration >= 3)
+
+        def batches(self):
+            batch = next(data.train_loader.epoch())
+            for _ in range(3):
+                if self.iteration == 1:  # the first step may set things up
+                    torch.cuda.set_sync_debug_mode("error")
+                yield batch
+            torch.cuda.set_sync_debug_mode("default")
+
+        def after_step(self, *args):
+            self.iteration += 1
+
+    data.scores = lambda: type("None_", (), {"update": lambda *a: None, "reduce": lambda s: {}})()
+    try:
+        train.train(train.forward_backward, model, optimizer, scaler, data, config, Run())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("tokens", [128, 4050])
+@pytest.mark.parametrize("head_dim", [48, 128])
+@pytest.mark.parametrize("kernel", sorted(set(ATTENTION) - {"math"}))
+def test_attention_kernels_agree_with_math_in_float32(device, kernel, head_dim, tokens):
+    try:
+        check_attention(kernel, head_dim, device, torch.bfloat16)
+    except ValueError as error:
+        pytest.skip(str(error))
+    torch.manual_seed(0)
+    q, k, v, g = torch.randn(4, 1, 4, tokens, head_dim, device=device)
+    results = []
+    for name, dtype in (("math", torch.float32), (kernel, torch.bfloat16)):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        with train.span(name), torch.nn.attention.sdpa_kernel(ATTENTION[name]):
+            out = torch.nn.functional.scaled_dot_product_attention(*inputs)
+        out.backward(g.to(dtype))
+        results.append([out, *(x.grad for x in inputs)])
+    for exact, got in zip(*results):
+        assert torch.isfinite(got).all() and (exact - got.float()).norm() < 0.03 * exact.norm()
+
+
+def test_flash_attention_in_float32_is_refused(device):
+    with pytest.raises(ValueError, match="take --attention auto"):
+        check_attention("flash", 48, device, torch.float32)
+
+
+def test_tf32_changes_the_rounding(device):
+    a, b = torch.randn(2, 512, 512, device=device)
+    exact = a.double() @ b.double()
+    errors = []
+    for allowed in (True, False):
+        allow_tf32(allowed)
+        errors.append((a @ b - exact).abs().max().item())
+    if torch.cuda.get_device_capability() >= (8, 0) and not torch.version.hip:
+        assert errors[0] > 10 * errors[1]
+
+
+def test_peak_of_the_device(device):
+    peak, source = peak_flops(device, "bf16", tf32=True)
+    assert peak > 1e12 and source
+
+
+def test_nccl_on_one_rank(tiny):
+    import torch.distributed as dist
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = torch.ones(3, device="cuda")
+        dist.all_reduce(x)
+        y = torch.ones(3)
+        dist.all_reduce(y)
+        assert x.cpu().equal(y)
+    finally:
+        dist.destroy_process_group()

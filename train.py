@@ -115,8 +115,8 @@ def validate(model: nn.Module, data: WeatherData, config: Config) -> tuple[dict,
         inp, target = data.to_device(batch)
         with autocast(config, inp.device):
             forecast = model(inp)
-        scores.update(forecast, inp, target, batch.counts.to(inp.device))
-        example = example or (inp[0], target[0], forecast[0])
+        scores.update(forecast, inp, target, batch.counts.to(inp.device, non_blocking=True))
+        example = example or (inp[0].clone(), target[0].clone(), forecast[0].clone())
     return scores.reduce(), example
 
 

@@ -8,6 +8,7 @@ Shapes:  B batch   C channels   H W rows, columns   P patch size
 """
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -90,7 +91,7 @@ class DropPath(nn.Module):
         if not self.training:
             return x
         kept = torch.rand(x.shape[0], 1, 1, device=x.device) < self.keep
-        return x * kept / self.keep.to(x.dtype)
+        return x * (kept / self.keep)
 
 
 class Block(nn.Module):
@@ -163,7 +164,8 @@ class ViT(nn.Module):
         index = None if residual is None else torch.tensor(residual)
         self.register_buffer("residual", index, persistent=False)
         scale = torch.ones(out_chans) if residual_scale is None else torch.tensor(residual_scale)
-        self.register_buffer("residual_scale", scale.to(torch.get_default_dtype()).view(1, -1, 1, 1))
+        scale = scale.to(torch.get_default_dtype()).view(1, -1, 1, 1)
+        self.register_buffer("residual_scale", scale, persistent=False)
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         self.apply(self._init_weights)
 
@@ -203,7 +205,8 @@ def check_attention(kernel: str, head_dim: int, device: torch.device, dtype: tor
     """
     q = torch.zeros(1, 1, 16, head_dim, device=device, dtype=dtype, requires_grad=True)
     try:
-        with attention_kernel(kernel):
+        with attention_kernel(kernel), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one for each backend that does not fit: the line below says it
             F.scaled_dot_product_attention(q, q, q).sum().backward()
     except RuntimeError:
         raise ValueError(

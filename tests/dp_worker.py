@@ -1,4 +1,7 @@
-"""train.py in a chosen dtype, which also keeps the first step's gradients: `dp_worker.py DTYPE GRADS.pt FLAGS...`."""
+"""train.py in a chosen dtype: `dp_worker.py DTYPE KEPT.pt FLAGS...`.
+
+KEPT.pt gets the first step's gradients and the number of calls of `no_sync`.
+"""
 
 import sys
 
@@ -18,6 +21,14 @@ def keep(grads):
     return total_norm(grads)
 
 
+def count(self):
+    global calls
+    calls += 1
+    return no_sync(self)
+
+
 train.get_total_norm = keep
+calls, no_sync = 0, train.DistributedDataParallel.no_sync
+train.DistributedDataParallel.no_sync = count
 start(train.main, argv)
-torch.save(kept, path)
+torch.save({"gradients": kept, "no_sync": calls}, path)

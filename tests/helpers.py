@@ -51,13 +51,19 @@ def write_data(
     rows: int = 17,
     columns: int = 32,
     names: list[str] | None = None,
+    constant: int | None = None,
 ) -> Path:
-    """Write train/, valid/ and stats/ under `folder`: files by stem with their number of steps."""
+    """Write train/, valid/ and stats/ under `folder`: files by stem with their number of steps.
+
+    `constant` is a channel that stays as it is in time.
+    """
     sets = {"train": train or {"2001": 14, "2002": 9}, "valid": valid or {"2003": 8}}
     written = {}
     for kind, files in sets.items():
         for i, (stem, steps) in enumerate(files.items()):
             data = fields(steps, channels, rows, columns, seed=i + 10 * (kind == "valid"))
+            if constant is not None:
+                data[:, constant] = fields(1, 1, rows, columns)[0]
             written[kind, stem] = data
             write_file(folder / kind / f"{stem}.h5", data, start=STEP * 1000 * i, names=names)
     every = np.concatenate([data for (kind, _), data in written.items() if kind == "train"]).astype(np.float64)
@@ -110,9 +116,9 @@ def tiny_flags(folder: Path, *flags: str) -> list[str]:
 def run_here(argv: list[str], main=None) -> Path:
     """Run train.py's main in this process, a group of one, and return the run's folder."""
     import train
-    from utils.launch import World
+    from utils.launch import World, join
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    join(World())
     try:
         (main or train.main)(World(), argv)
     finally:

@@ -22,7 +22,6 @@ SECTIONS = {
     "mp_patch4": {**MP, "patch_size": 4},
     "mp_short": {**MP, "limit_nsamples": 2048, "limit_nsamples_val": 2048, "num_iters": 128},
 }
-PYTORCH = ["--data_loader_config", "pytorch"]
 
 
 def load(*argv: str) -> Config:
@@ -31,10 +30,15 @@ def load(*argv: str) -> Config:
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_sections_of_the_tutorial(section):
-    config = load("--config", section, *PYTORCH)
+    config = load("--config", section)
     expected = {**SECTIONS[section], "data_loader_config": "pytorch"}
     assert {name: getattr(config, name) for name in expected} == expected
     assert config.expdir == "/logs" and config.train_data_path == "/data/train" and config.warmup == 0
+
+
+def test_sections_that_ask_for_dali_read_with_the_native_loader_and_say_so():
+    config, remarks = load_config(["--config", "short_opt"])
+    assert config.data_loader_config == "pytorch" and "dali is not available yet" in remarks[-1]
 
 
 def test_the_command_line_wins(tmp_path):
@@ -61,13 +65,15 @@ def test_values_are_cast_by_the_type_of_the_field(tmp_path):
     config = load("--yaml_config", str(path))
     assert (config.lr, config.num_iters, config.limit_nsamples) == (5e-4, 30000, None)
     assert (config.enable_jit, config.run_num, config.dt) == (True, "7", 2)
+    assert load("--seed", "12345678901234567").seed == 12345678901234567  # more digits than a float has
 
 
 def test_keys_that_nothing_needs_are_said(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("base: {wireup_info: env, wireup_store: tcp, optimizer: Adam, model_backend: pytorch}")
     _, remarks = load_config(["--yaml_config", str(path)])
-    assert remarks == ["Keys accepted and not used: wireup_info, wireup_store"]
+    assert remarks == ["Keys accepted and not needed: wireup_info, wireup_store, optimizer"]
+    assert load_config(["--yaml_config", str(path), "--wireup_info", "env"])[0].lr == 5e-4
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,8 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {lr: .nan}", [], ["lr is nan"]),
         ("base: {optimizer: LAMB}", [], ["LAMB", "Adam"]),
         ("base: {model_backend: transformer-engine}", [], ["not supported", "use pytorch"]),
-        ("base: {data_loader_config: dali}", [], ["--data_loader_config pytorch"]),
+        ("base: {}", ["--data_loader_config", "dali"], ["not available yet", "--data_loader_config pytorch"]),
+        ("base: {seed: 1.0e400}", [], ["seed is", "takes int"]),
         ("base: {data: {img_size: 3}}", [], ["unknown key 'data'"]),
         ("base: [1, 2]", [], ["named sections of flat keys"]),
         ("base: {a: b: c}", [], ["not valid YAML"]),

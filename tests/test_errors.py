@@ -54,14 +54,33 @@ def wrong_dtype(folder):
     write_file(folder / "train/2001.h5", fields(4, 3, 17, 32).astype(np.int64))
 
 
-@case("2002.h5 holds [channel, lat, lon] [3, 9, 32]", "all files of a folder must agree")
+@case("2002.h5 has the shape [ 3 9 32]", "all files of a folder must agree")
 def files_that_differ(folder):
     write_file(folder / "train/2002.h5", fields(4, 3, 9, 32))
 
 
-@case("the shape of the training files", "the validation files'")
+@case("valid/2003.h5 has the shape [ 4 17 32]", "training and validation files must agree")
 def sets_that_differ(folder):
     write_file(folder / "valid/2003.h5", fields(4, 4, 17, 32))
+
+
+@case("2002.h5 has the channel_names ['b' 'a' 'c']", "2001.h5 ['a' 'b' 'c']", "must agree")
+def channels_in_another_order(folder):
+    for path in folder.glob("*/*.h5"):
+        write_file(path, fields(9, 3, 17, 32), names=["b", "a", "c"] if path.stem == "2002" else ["a", "b", "c"])
+
+
+@case("a step of 6 h, the validation files 1 h", "dt counts stored steps")
+def steps_that_differ(folder):
+    with h5py.File(folder / "valid/2003.h5", "r+") as file:
+        file["time"][:] = file["time"][:] // 6
+
+
+@case("begins there", "north first")
+def rows_from_the_south(folder):
+    for path in folder.glob("*/*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["latitude"] = np.linspace(-90, 90, 17)
 
 
 @case("cannot read", "global_means.npy", "check --global_means_path")

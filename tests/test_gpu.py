@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import train
-from networks.vit import ATTENTION, ViT, check_attention
+from networks.vit import ATTENTION, check_attention
 from tests.helpers import records, run_here, tiny_flags
-from utils.config import load_config
 from utils.device import allow_tf32
+from utils.launch import World, join
 from utils.profiling import peak_flops
 
 pytestmark = pytest.mark.gpu
@@ -54,34 +54,28 @@ def test_flags_follow_float32(tiny, flags):
     assert last["mfu"] > 0 and last["peak_memory_gb"] > 0
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_step_adds_no_synchronisation(tiny, device, fused):
-    """torch raises where the host waits for the device: copy, forward, backward, clipping and Adam must not."""
-    flags = on_gpu(tiny, "--residual", "--clip_grad_norm", "1", *(["--enable_fused"] if fused else []))
-    config = load_config(flags)[0].with_batches(1)
-    data = train.WeatherData(config, device)
-    model = ViT((16, 32), 4, 3, 3, 32, 2, 4, residual=data.origins).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
+@pytest.mark.parametrize(
+    "flags", [[], ["--enable_fused"], ["--enable_fused", "--amp_mode", "fp16"], ["--amp_mode", "bf16"]]
+)
+def test_the_loop_adds_no_synchronisation(tiny, monkeypatch, flags):
+    """torch raises where the host waits for the device, from iteration 12 to 19: a send of the records lies between.
 
-    class Run:
-        iteration, log, after_epoch = 0, staticmethod(lambda *a: None), staticmethod(lambda *a: None)
-        should_stop = property(lambda self: self.iteration >= 3)
+    (GradScaler.step itself waits, unless Adam is fused: fp16 is tried with the fused one.)
+    """
 
-        def batches(self):
-            batch = next(data.train_loader.epoch())
-            for _ in range(3):
-                if self.iteration == 1:  # the first step may set things up
-                    torch.cuda.set_sync_debug_mode("error")
-                yield batch
-            torch.cuda.set_sync_debug_mode("default")
-
+    class Watched(train.Run):
         def after_step(self, *args):
-            self.iteration += 1
+            super().after_step(*args)
+            if self.iteration == 12:
+                torch.cuda.set_sync_debug_mode("error")
+            if self.iteration == 19:
+                torch.cuda.set_sync_debug_mode("default")
 
-    data.scores = lambda: type("None_", (), {"update": lambda *a: None, "reduce": lambda s: {}})()
+    monkeypatch.setattr(train, "Run", Watched)
     try:
-        train.train(train.forward_backward, model, optimizer, scaler, data, config, Run())
+        run_here(
+            on_gpu(tiny, "--global_batch_size", "1", "--num_iters", "20", "--residual", "--clip_grad_norm", "1", *flags)
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -128,15 +122,14 @@ def test_peak_of_the_device(device):
     assert peak > 1e12 and source
 
 
-def test_nccl_on_one_rank(tiny):
+def test_nccl_on_one_rank():
     import torch.distributed as dist
 
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    join(World())
     try:
-        x = torch.ones(3, device="cuda")
+        x, y = torch.ones(3, device="cuda"), torch.ones(3)
         dist.all_reduce(x)
-        y = torch.ones(3)
         dist.all_reduce(y)
-        assert x.cpu().equal(y)
+        assert dist.get_backend_config().count("nccl") == 1 and x.cpu().equal(y)
     finally:
         dist.destroy_process_group()

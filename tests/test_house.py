@@ -50,9 +50,10 @@ def test_the_import_test_sees_every_form():
 
 
 def test_the_code_is_valid_on_python_310():
-    for path in ROOT.glob("*/*.py"):
-        if ".venv" not in path.parts:
-            ast.parse(path.read_text(), feature_version=(3, 10))
+    paths = [p for pattern in ("*.py", "*/*.py", "*/*/*.py") for p in ROOT.glob(pattern) if ".venv" not in p.parts]
+    assert ROOT / "train.py" in paths
+    for path in paths:
+        ast.parse(path.read_text(), feature_version=(3, 10))
 
 
 def test_the_chapter_is_one_page():
@@ -87,7 +88,8 @@ def test_what_the_readme_names_exists():
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):
         assert (ROOT / target).exists(), f"README.md links to {target}"
-    flags = set(re.findall(r"--([a-z_0-9]+)", " ".join(re.findall(r"python train.py[^`\n]*", text))))
+    commands = re.findall(r"(?:train\.py|submit_pm\w*\.sh)( [^`\n]*(?:\\\n[^`\n]*)*)", text)
+    flags = set(re.findall(r"--([a-z_0-9]+)", " ".join(commands)))
     from utils.config import FIELDS
 
     known = set(FIELDS) | {f"no_{name}" for name in FIELDS} | {"yaml_config", "help"}
@@ -98,4 +100,27 @@ def test_the_readme_explains_every_flag():
     from utils.config import FIELDS
 
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/configuration.md").read_text()
-    assert not [name for name in FIELDS if f"`{name}" not in text and f"--{name}" not in text]
+    assert not [name for name in FIELDS if not re.search(rf"(`|--){name}\b", text)]
+
+
+def test_every_section_that_is_named_exists():
+    from utils.config import load_config
+
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.sh"), ROOT / "train.py", ROOT / "Makefile"]
+    named = {name for page in pages for name in re.findall(r"--config[= ](\w+)", page.read_text())}
+    assert {"demo", "short", "bs256_opt"} <= named
+    for name in named:
+        assert load_config(["--config", name])[0].config == name
+
+
+def test_make_with_the_systems_python_installs_nothing():
+    """`VENV=system` is for the Python of a module or a container: nothing of it is replaced."""
+    plan = {}
+    for venv in ("VENV=system", "VENV=new_environment"):
+        for target in ("demo", "test"):
+            done = subprocess.run(["make", "-n", target, venv], cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            plan[venv, target] = done.stdout
+    assert not any("pip" in plan["VENV=system", target] for target in ("demo", "test"))
+    assert all("pip install" in plan["VENV=new_environment", target] for target in ("demo", "test"))
+    assert "python3 train.py --config=demo" in plan["VENV=system", "demo"]

@@ -1,6 +1,13 @@
 """Every launcher's environment, and what a half-set one is told."""
 
+import contextlib
+import fcntl
+import os
+import pty
+import struct
+import subprocess
 import sys
+import termios
 
 import pytest
 
@@ -70,8 +77,6 @@ def test_wrong_values():
 
 
 def test_a_half_set_environment_ends_the_script_in_one_line():
-    import subprocess
-
     result = subprocess.run(
         [sys.executable, "train.py"],
         cwd=ROOT,
@@ -86,8 +91,6 @@ def test_a_half_set_environment_ends_the_script_in_one_line():
 
 @pytest.mark.slow
 def test_torchrun_trains_and_an_error_is_printed_once(tiny):
-    import subprocess
-
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
     options = dict(cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=120)
     good = subprocess.run([*torchrun, *tiny_flags(tiny)], **options)
@@ -110,3 +113,20 @@ def test_an_error_on_one_rank_ends_all(tiny):
     first, second = run_ranks(2, ["-c", code], timeout=60)
     assert (first.returncode, second.returncode) == (2, 2)
     assert first.stderr.splitlines()[-1].endswith("error: rank 1: no such disk") and "disk" not in second.stderr
+
+
+@pytest.mark.slow
+def test_a_progress_bar_on_a_terminal_only(tiny):
+    command = [sys.executable, "train.py", *tiny_flags(tiny, "--num_iters", "2")]
+    piped = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert piped.returncode == 0 and "epoch 1:" not in piped.stderr and "Avg val loss" in piped.stderr
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))  # rows, columns
+    shown = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # the end of a terminal's output
+        while part := os.read(ours, 4096):
+            text += part
+    assert shown.wait(timeout=60) == 0 and b"epoch 1:" in text and b"Avg val loss" in text

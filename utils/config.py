@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass, fields, replace
@@ -12,8 +13,9 @@ from typing import Any
 import yaml
 
 YAML_CONFIG = "config/ViT.yaml"
-# Keys of the tutorial's YAML files that nothing here needs. They are accepted, and said.
+# Keys of the tutorial's YAML files that nothing here needs: accepted, and said. The optimiser is always Adam.
 UNUSED_KEYS = ("wireup_info", "wireup_store")
+NOTED_KEYS = (*UNUSED_KEYS, "optimizer")
 
 
 def _key(default: Any, help: str, choices: tuple | None = None, at_least: float | None = None):
@@ -155,10 +157,12 @@ def _scalar(name: str, value: Any, kind: type) -> Any:
             raise ValueError
         if kind is str:
             return str(value)
+        if kind is int and not isinstance(value, float) and "e" not in str(value).lower():
+            return int(value)
         number = float(value)
-        if kind is float and number == number:
-            return number
-        return {True: int}[number.is_integer()](number)
+        if not math.isfinite(number) or (kind is int and not number.is_integer()):
+            raise ValueError
+        return kind(number)
     except (KeyError, ValueError, OverflowError):
         raise ValueError(
             f"{name} is {value!r}: it takes {'true or false' if kind is bool else kind.__name__}"
@@ -209,6 +213,8 @@ def _parser() -> argparse.ArgumentParser:
             choices = field.metadata["choices"]
             metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
             parser.add_argument(f"--{name}", nargs="+" if is_list else None, metavar=metavar, help=text)
+    for name in UNUSED_KEYS:
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     return parser
 
 
@@ -226,19 +232,17 @@ def _read_section(path: str, section: str) -> dict[str, Any]:
     return sections[section]
 
 
-def _merge(values: dict, layer: dict, where: str) -> list[str]:
-    """Lay `layer` over `values`; return the names of the accepted keys that nothing needs."""
-    unused = [name for name in layer if name in UNUSED_KEYS]
+def _merge(values: dict, layer: dict, where: str) -> None:
+    """Lay `layer` over `values`."""
     for name in layer:
-        if name not in FIELDS and name not in unused:
+        if name not in FIELDS and name not in UNUSED_KEYS:
             raise _unknown(str(name), FIELDS, "key", where)
-    layer = {name: cast(name, value) for name, value in layer.items() if name not in unused}
+    layer = {name: cast(name, value) for name, value in layer.items() if name in FIELDS}
     # Of the two batch sizes, the one that was said last decides.
     for said, other in (("local_batch_size", "global_batch_size"), ("global_batch_size", "local_batch_size")):
         if layer.get(said) is not None:
             layer.setdefault(other, None)
     values.update(layer)
-    return unused
 
 
 def load_config(argv: list[str]) -> tuple[Config, list[str]]:
@@ -255,14 +259,20 @@ def load_config(argv: list[str]) -> tuple[Config, list[str]]:
     path = flags.pop("yaml_config")
     values: dict[str, Any] = {}
     section = flags.get("config", FIELDS["config"].default)
-    unused = _merge(values, _read_section(path, section), f"in section {section!r} of {path}")
+    keys = _read_section(path, section)
+    _merge(values, keys, f"in section {section!r} of {path}")
     _merge(values, {**flags, "config": section}, "on the command line")
     config = Config(**values)
+    noted = [name for name in NOTED_KEYS if name in keys or name in flags]
+    remarks = [f"Keys accepted and not needed: {', '.join(noted)}"] if noted else []
 
     if config.model_backend == "transformer-engine":
         raise ValueError("model_backend transformer-engine is not supported: use pytorch, with --amp_mode bf16")
     if config.data_loader_config == "dali":
-        raise ValueError("data_loader_config dali is not available yet: use --data_loader_config pytorch")
+        if "data_loader_config" in flags:
+            raise ValueError("data_loader_config dali is not available yet: use --data_loader_config pytorch")
+        config = replace(config, data_loader_config="pytorch")
+        remarks.append("data_loader_config dali is not available yet: the pytorch loader reads instead")
     if len(config.img_size) != 2:
         raise ValueError(f"img_size is {list(config.img_size)}: it takes two numbers, rows and columns")
     for name in ("dropout", "drop_path"):
@@ -275,4 +285,4 @@ def load_config(argv: list[str]) -> tuple[Config, list[str]]:
             if name.endswith("_path") and str(getattr(config, name)).startswith("/data/")
         }
         config = replace(config, **moved)
-    return config, [f"Keys accepted and not used: {', '.join(unused)}"] if unused else []
+    return config, remarks

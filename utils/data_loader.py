@@ -108,6 +108,7 @@ class Loader:
             collate_fn=_as_read,
             pin_memory=on_gpu,
             persistent_workers=num_workers > 0,
+            prefetch_factor=(2 if num_workers == 1 else 1) if num_workers else None,  # batches ahead, a worker
             generator=torch.Generator(),  # of its own: reading must not move the state that dropout draws from
             # A process must not fork once CUDA runs; without CUDA forking is the quicker start.
             multiprocessing_context=("spawn" if on_gpu else "fork") if num_workers else None,

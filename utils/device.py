@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import torch
 
@@ -30,9 +31,9 @@ def allow_tf32(allowed: bool) -> None:
 
 def check_compiler(wanted: bool) -> None:
     """Raise ValueError where torch.compile is wanted and there is no C++ compiler for the code it generates."""
-    compilers = [os.environ.get("CXX"), "g++", "clang++"]
-    if wanted and not any(c and shutil.which(c) for c in compilers):
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if wanted and shutil.which(compiler) is None:
         raise ValueError(
-            "enable_jit needs a C++ compiler, and none of $CXX, g++, clang++ is here: load or install one "
-            "(module load gcc), or take --no_enable_jit"
+            f"enable_jit needs a C++ compiler, and {compiler} is not on PATH: load or install one (module load gcc), "
+            f"name another in CXX, or take --no_enable_jit"
         )

@@ -47,12 +47,8 @@ class Files:
             raise ValueError(f"no *.h5 file in the data folder {folder!r}: {remedy}")
         heads = [_read_head(path) for path in paths]
         first = heads[0]
-        for path, head in zip(paths, heads):
-            if head.shape != first.shape:
-                raise ValueError(
-                    f"{path} holds [channel, lat, lon] {list(head.shape)}, but {paths[0].name} {list(first.shape)}: "
-                    f"all files of a folder must agree"
-                )
+        for head in heads:
+            head.check_same(first, "all files of a folder must agree")
         return replace(
             first,
             paths=tuple(str(path) for path in paths),
@@ -60,6 +56,15 @@ class Files:
             times=tuple(head.times[0] for head in heads),
             dtype=np.result_type(*(head.dtype for head in heads)),
         )
+
+    def check_same(self, other: "Files", rule: str) -> None:
+        """Raise ValueError where these files differ from others in their shape, channels or grid."""
+        for what in ("shape", "channel_names", "units", "latitude", "longitude"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if not np.array_equal(mine, theirs):
+                raise ValueError(
+                    f"{self.paths[0]} has the {what} {_short(mine)}, but {other.paths[0]} {_short(theirs)}: {rule}"
+                )
 
     def names(self, given: tuple[str, ...] | None) -> tuple[tuple[str, ...], str | None]:
         """Return the name of each channel (the configuration's, the file's, or assumed ones), and a warning if assumed.
@@ -157,6 +162,10 @@ def check_crop(files: Files, img_size: tuple[int, int], patch_size: int) -> None
             raise ValueError(
                 f"img_size asks for {used} {side}, but {files.paths[0]} holds {stored}: take at most {stored}"
             )
+        if side == "rows" and used < stored and files.latitude[0] < files.latitude[-1]:
+            raise ValueError(
+                f"img_size crops southern rows, but {files.paths[0]} begins there: turn the files round, north first"
+            )
         if stored - used >= patch_size:
             raise ValueError(
                 f"img_size {used} of {stored} {side} would crop {stored - used}, a patch ({patch_size}) or more: "
@@ -181,6 +190,11 @@ def load_stats(path: str, shapes: list[tuple[int, ...]], key: str) -> np.ndarray
     return array
 
 
+def _short(value) -> str:
+    text = " ".join(str(np.asarray(value)).split())
+    return text if len(text) < 60 else text[:57] + "..."
+
+
 def _year_then_name(path: Path) -> tuple:
     year = re.search(r"(\d{4})$", path.stem)
     return (0, int(year[1]), path.stem) if year else (1, 0, path.stem)
@@ -192,6 +206,8 @@ def _read_head(path: Path) -> Files:
             if "fields" not in file:
                 raise ValueError(f"{path} has no dataset 'fields': it must be [time, channel, lat, lon]")
             fields = file["fields"]
+            if not isinstance(fields, h5py.Dataset):
+                raise ValueError(f"{path}: 'fields' is a group: it must be a dataset [time, channel, lat, lon]")
             if fields.ndim != 4 or fields.dtype.kind != "f" or fields.dtype.itemsize > 4:
                 raise ValueError(
                     f"{path} holds fields of {fields.dtype} {list(fields.shape)}: "
@@ -228,7 +244,7 @@ def _read_head(path: Path) -> Files:
                 latitude=_default_latitude(shape[1]) if latitude is None else latitude,
                 longitude=np.arange(shape[2]) * 360 / shape[2] if longitude is None else longitude,
             )
-    except OSError as error:
+    except (OSError, KeyError, RuntimeError) as error:
         raise ValueError(f"cannot read {path} as HDF5 ({error}): copy it again or remove it") from None
 
 

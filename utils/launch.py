@@ -117,7 +117,7 @@ def all_ranks_agree() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as found:
-        error = str(found)
+        error = str(found) or repr(found)
     share_error(error)
 
 
@@ -129,7 +129,7 @@ def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
     world = World()
     try:
         world = find_world(os.environ)
-        _join(world)
+        join(world)
         main(world, argv)
     except Refused as error:
         if world.rank == 0:
@@ -142,7 +142,7 @@ def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def _join(world: World) -> None:
+def join(world: World) -> None:
     """Create the group of all ranks: NCCL (RCCL) moves GPU tensors, gloo CPU tensors."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if world.size == 1:

@@ -63,7 +63,7 @@ def known_device(name: str) -> str | None:
 
 def _measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(5):
         _synchronize(device)

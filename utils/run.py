@@ -1,6 +1,5 @@
 """One run: its folder, its log, its records, its clock. What every run needs beside the lesson."""
 
-import json
 import logging
 import math
 import time
@@ -10,7 +9,6 @@ from typing import Any
 
 import matplotlib.image
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -21,9 +19,8 @@ from utils.launch import World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
 from utils.plots import forecast_figure, render
 from utils.profiling import peak_flops, peak_memory_gb, profiler_window
+from utils.records import StepRecords, to_json
 from utils.weather_data import WeatherData
-
-KEPT_ON_DEVICE = 10  # iterations whose losses travel to the host together
 
 
 def make_run_folder(config: Config, name: str) -> Path:
@@ -55,8 +52,9 @@ class Run:
     def __init__(self, config: Config, world: World, device: torch.device, data: WeatherData, flops: int):
         self.config, self.world, self.device, self.data = config, world, device, data
         self.iteration = 0  # optimiser steps done
-        self.kept: list[tuple[int, float, Tensor, Tensor]] = []  # iteration, lr, loss, gradient norm
-        self.travelling: tuple | None = None
+        self.steps = StepRecords(world.size)
+        # In fp16 a gradient that overflows is usual: the step is skipped and the scale, at first 2^16, is halved.
+        self.overflows, self.overflows_allowed = 0, 30 if config.amp_mode == "fp16" else 0
         self.epoch_losses: list[float] = []
         self.flops = flops
         self.handlers: list[logging.Handler] = []
@@ -140,8 +138,7 @@ class Run:
                     loop_start = time.perf_counter()
                 yield batch
                 bar.update()
-            self._send()
-            self._land()
+            self._write_steps(self.steps.flush())
         now = time.perf_counter()
         self.epoch_end = now
         rate = left / (now - epoch_start)
@@ -165,44 +162,21 @@ class Run:
     def after_step(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Count an iteration and keep its loss (mean over this rank's samples) and gradient norm."""
         self.iteration += 1
-        self.kept.append((self.iteration, lr, loss.detach(), grad_norm.detach()))
-        if len(self.kept) == KEPT_ON_DEVICE:
-            self._send()
+        self._write_steps(self.steps.keep(self.iteration, lr, loss, grad_norm))
 
-    def _send(self) -> None:
-        """Average the kept losses over the ranks and start their copy to the host; write down those sent before."""
-        self._land()
-        if not self.kept:
-            return
-        iterations, rates, losses, norms = zip(*self.kept)
-        values = torch.stack([torch.stack(losses), torch.stack(norms).to(losses[0].dtype)])
-        dist.all_reduce(values[0])
-        values[0] /= self.world.size
-        on_host = values.to("cpu", non_blocking=True)
-        copied = torch.cuda.Event() if self.device.type == "cuda" else None
-        if copied:
-            copied.record()
-        self.travelling = (iterations, rates, on_host, copied)
-        self.kept = []
-
-    def _land(self) -> None:
-        """Write down the losses that were sent. Raises Refused, on all ranks, if one is not finite."""
-        if self.travelling is None:
-            return
-        iterations, rates, on_host, copied = self.travelling
-        self.travelling = None
-        if copied:
-            copied.synchronize()
-        for iteration, lr, loss, norm in zip(iterations, rates, *on_host.tolist()):
-            self._record({"event": "step", "iteration": iteration, "loss": loss, "grad_norm": norm, "lr": lr})
+    def _write_steps(self, steps: list[dict[str, Any]]) -> None:
+        """Write the records of iterations. Raises Refused, on all ranks, where training broke down."""
+        for step in steps:
+            iteration, loss, norm = step["iteration"], step["loss"], step["grad_norm"]
+            self._record(step)
             self.epoch_losses.append(loss)
-            # With a loss scale an overflow shows in the gradients alone, and the scaler skips that step.
-            if not math.isfinite(loss) or not (math.isfinite(norm) or self.config.amp_mode == "fp16"):
+            self.overflows = 0 if math.isfinite(norm) else self.overflows + 1
+            if not math.isfinite(loss) or self.overflows > self.overflows_allowed:
                 self._stop_nonfinite(iteration, loss, norm)
             if self.is_main:
                 self.board.add_scalar("Loss/step", loss, iteration)
                 self.board.add_scalar("Gradient norm", norm, iteration)
-                self.board.add_scalar("Learning Rate", lr, iteration)
+                self.board.add_scalar("Learning Rate", step["lr"], iteration)
 
     def _stop_nonfinite(self, iteration: int, loss: float, norm: float) -> None:
         """Read the batch again and end the run on every rank, naming the value or the likely cause."""
@@ -251,8 +225,7 @@ class Run:
 
     def _record(self, event: dict[str, Any]) -> None:
         if self.is_main:
-            clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
-            self.records.write(json.dumps(clean, allow_nan=False) + "\n")
+            self.records.write(to_json(event) + "\n")
             self.records.flush()
 
     def _draw(self, example: tuple[Tensor, Tensor, Tensor]) -> None:

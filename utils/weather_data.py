@@ -23,10 +23,13 @@ class WeatherData:
         self.config, self.device, self.num_shards, self.shard_id = config, device, num_shards, shard_id
         self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
         self.valid_files = Files.open(config.valid_data_path, "check --data_dir or --valid_data_path")
-        for what in ("shape", "channel_names"):
-            here, there = getattr(self.train_files, what), getattr(self.valid_files, what)
-            if here != there:
-                raise ValueError(f"the {what} of the training files, {here}, is not the validation files', {there}")
+        self.valid_files.check_same(self.train_files, "training and validation files must agree")
+        steps = [files.step_seconds() for files in (self.train_files, self.valid_files)]
+        if None not in steps and steps[0] != steps[1]:
+            raise ValueError(
+                f"the training files store a step of {steps[0] / 3600:g} h, the validation files "
+                f"{steps[1] / 3600:g} h: dt counts stored steps, so they must agree"
+            )
         C, H, W = self.train_files.shape
         rows, columns = self.img_size = config.img_size
         check_crop(self.train_files, self.img_size, config.patch_size)

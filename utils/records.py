@@ -1,0 +1,71 @@
+"""Losses and gradient norms on their way from the device to the host, without a wait in the training loop."""
+
+import json
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+KEPT_ON_DEVICE = 10  # iterations whose values travel together
+
+
+class StepRecords:
+    """Keeps each iteration's values on the device; every few iterations they start their way to the host.
+
+    What was sent is read when the next ones leave: by then it has long arrived, and nobody waits for the device.
+    All ranks call the same methods at the same iterations.
+    """
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.kept: list[tuple[int, float, Tensor, Tensor]] = []  # iteration, lr, loss, gradient norm
+        self.sent: tuple | None = None
+
+    def keep(self, iteration: int, lr: float, loss: Tensor, grad_norm: Tensor) -> list[dict[str, Any]]:
+        """Keep an iteration's loss (mean over this rank's samples) and gradient norm; return what arrived."""
+        self.kept.append((iteration, lr, loss.detach(), grad_norm.detach()))
+        return self._send() if len(self.kept) == KEPT_ON_DEVICE else []
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Wait for all that was kept; return its records."""
+        return self._send() + self._receive()
+
+    def _send(self) -> list[dict[str, Any]]:
+        arrived = self._receive()
+        if self.kept:
+            iterations, rates, losses, norms = zip(*self.kept)
+            self.kept = []
+            losses, norms = torch.stack(losses), torch.stack(norms)
+            dist.all_reduce(losses)
+            # Equal on all ranks but with --noddp: then the largest counts, so that all ranks judge alike.
+            dist.all_reduce(norms, op=dist.ReduceOp.MAX)
+            on_host = torch.stack([losses / self.ranks, norms.to(losses.dtype)]).to("cpu", non_blocking=True)
+            copied = torch.cuda.Event() if losses.is_cuda else None
+            if copied:
+                copied.record()
+            self.sent = (iterations, rates, on_host, copied)
+        return arrived
+
+    def _receive(self) -> list[dict[str, Any]]:
+        if self.sent is None:
+            return []
+        (iterations, rates, on_host, copied), self.sent = self.sent, None
+        if copied:
+            copied.synchronize()
+        return [
+            {"event": "step", "iteration": i, "loss": loss, "grad_norm": norm, "lr": lr}
+            for i, lr, loss, norm in zip(iterations, rates, *on_host.tolist())
+        ]
+
+
+def to_json(value: Any) -> str:
+    """Return one line of JSON; what is not finite becomes null, for JSON has no word for it."""
+
+    def clean(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: clean(x) for key, x in item.items()}
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(clean(value), allow_nan=False)

@@ -30,7 +30,6 @@ VARIANTS = {
     "amp_mode fp16": (["--amp_mode", "fp16"], 1, 1 / 6),
     "attention math": (["--attention", "math"], 1, 1.0),
     "accumulation_steps 4": (["--accumulation_steps", "4"], 1, 1.0),
-    "clip_grad_norm 1": (["--clip_grad_norm", "1"], 1, 1.0),
     "2 ranks": ([], 2, 1.0),
     "2 ranks, bucket_cap_mb 1": (["--bucket_cap_mb", "1"], 2, 1.0),
     "2 ranks, noddp": (["--noddp"], 2, 1.0),

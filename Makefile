@@ -16,7 +16,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/installed
 endif
 
-.PHONY: help demo test lint format readme benchmark clean
+.PHONY: help demo test lint format readme figures benchmark clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -4
@@ -46,6 +46,10 @@ format: $(READY)
 # Runs every laptop command of the README, as written.
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py
+
+# The README's picture: what `make demo` drew last.
+figures: demo
+	cp runs/demo/1GPU/00/pictures/vor_upper.png docs/figures/demo_forecast.png
 
 benchmark: data/demo
 	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
@@ -130,3 +131,13 @@ def test_a_progress_bar_on_a_terminal_only(tiny):
         while part := os.read(ours, 4096):
             text += part
     assert shown.wait(timeout=60) == 0 and b"epoch 1:" in text and b"Avg val loss" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here (apt-get install openmpi-bin)")
+def test_mpirun_trains(tiny):
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # containers run tests as root
+    command = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "train.py", *tiny_flags(tiny)]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(**root), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tiny / "runs/tiny/2GPU/00/metrics.jsonl").exists() and done.stderr.count("DONE ---- rank 0") == 1

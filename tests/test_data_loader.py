@@ -75,6 +75,7 @@ def test_validation_is_complete_and_in_order(tiny, ranks):
         steps.update(part.inp.shape for part in parts)
         seen += [frame for part in parts for frame in part.inp[part.counts > 0]]
     pairs = stored(tiny, "valid")
+    assert len(loaders[0]) == 2
     assert len(seen) == len(pairs) == 7 and len(steps) == 1  # padded to equal shapes
     assert all(np.array_equal(frame, inp[:, :16]) for frame, (inp, _) in zip(seen, pairs))
 

@@ -101,6 +101,7 @@ def test_mixed_precision_follows_float32(tiny, mode):
     plain = run_here(tiny_flags(tiny, "--num_iters", "2", "--lr", "1e-4"))
     mixed = run_here(tiny_flags(tiny, "--num_iters", "2", "--lr", "1e-4", "--amp_mode", mode, "--run_num", "b"))
     np.testing.assert_allclose(losses(mixed), losses(plain), rtol=0.02)
+    np.testing.assert_allclose(norms(mixed), norms(plain), rtol=0.05)  # not those of the scaled loss
     assert losses(mixed) != losses(plain)
 
 
@@ -172,6 +173,19 @@ def test_flags_reach_the_optimiser(tiny, monkeypatch):
     run_here(tiny_flags(tiny, "--num_iters", "1"))
     run_here(tiny_flags(tiny, "--num_iters", "1", "--enable_fused"))
     assert [(k["betas"], k["fused"]) for k in seen] == [((0.9, 0.95), False), ((0.9, 0.95), True)]
+
+
+def test_dropout_is_on_in_training_and_off_in_validation(tiny, monkeypatch):
+    modes = []
+
+    class Watched(train.ViT):
+        def forward(self, x):
+            modes.append((self.training, torch.is_grad_enabled()))
+            return super().forward(x)
+
+    monkeypatch.setattr(train, "ViT", Watched)
+    run_here(tiny_flags(tiny, "--num_iters", "3"))  # two iterations and a validation; one and another
+    assert modes == [(on, on) for on in (True, True, False, True, False)]
 
 
 def test_clipping_bounds_the_gradient_and_records_the_norm_before(tiny, monkeypatch):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -36,11 +37,18 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def forward_backward(
-    model: nn.Module, inp: Tensor, target: Tensor, scaler: torch.amp.GradScaler, config: Config
+    model: nn.Module,
+    inp: Tensor,
+    target: Tensor,
+    scaler: torch.amp.GradScaler,
+    config: Config,
+    distance: Callable[[Tensor, Tensor], Tensor] = relative_l2,
+    gradient_factor: int = 1,
 ) -> Tensor:
     """Fill the gradients of one optimiser step and return the loss, the mean over this rank's samples.
 
     The samples (B C H W) pass in `accumulation_steps` parts: the gradients add up, and only one part is in memory.
+    Chapter 2 explains when the distance and the gradients are others.
     """
     model.zero_grad(set_to_none=True)
     steps, losses = config.accumulation_steps, []
@@ -51,10 +59,10 @@ def forward_backward(
             with span("forward"):
                 with autocast(config, x.device):
                     forecast = model(x)
-                loss = relative_l2(forecast, y).mean() / steps
+                loss = distance(forecast, y).mean() / steps
             with span("backward"):
                 # Scaled up, fp16 gradients do not vanish; the scaler is the identity in the other modes.
-                scaler.scale(loss).backward()
+                scaler.scale(loss * gradient_factor).backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
@@ -80,6 +88,7 @@ def train(
     data: WeatherData,
     config: Config,
     run: Run,
+    total_norm: Callable[[list[Tensor]], Tensor] = get_total_norm,
 ) -> None:
     """Train for `num_iters` optimiser steps; validate after each epoch and at the end."""
     parameters = list(model.parameters())
@@ -97,7 +106,7 @@ def train(
                     for group in optimizer.param_groups:
                         group["lr"] = lr
                     scaler.unscale_(optimizer)
-                    grad_norm = get_total_norm([p.grad for p in parameters])
+                    grad_norm = total_norm([p.grad for p in parameters])
                     if config.clip_grad_norm is not None:
                         clip_grads_with_norm_(parameters, config.clip_grad_norm, grad_norm)
                     scaler.step(optimizer)  # skipped where a gradient overflowed
@@ -116,48 +125,69 @@ def validate(model: nn.Module, data: WeatherData, config: Config) -> tuple[dict,
         with autocast(config, inp.device):
             forecast = model(inp)
         scores.update(forecast, inp, target, batch.counts.to(inp.device, non_blocking=True))
-        example = example or (inp[0].clone(), target[0].clone(), forecast[0].clone())
+        example = example or tuple(data.shard.whole(field[0].clone()) for field in (inp, target, forecast))
     return scores.reduce(), example
+
+
+def prepare_device(config: Config, local_rank: int) -> torch.device:
+    """Return this rank's device, set up. Raises ValueError for what it cannot do."""
+    device = pick_device(config.device, local_rank)
+    check_attention(config.attention, config.embed_dim // config.num_heads, device, AMP_DTYPE[config.amp_mode])
+    check_compiler(config.enable_jit)
+    allow_tf32(config.tf32)
+    return device
+
+
+def build_model(config: Config, data: WeatherData) -> ViT:
+    """Return the model, on the host; a seed gives the same weights everywhere."""
+    torch.manual_seed(config.seed)
+    return ViT(
+        config.img_size,
+        config.patch_size,
+        len(data.in_names),
+        len(data.out_names),
+        config.embed_dim,
+        config.depth,
+        config.num_heads,
+        dropout=config.dropout,
+        drop_path=config.drop_path,
+        attention=config.attention,
+        residual=data.origins if config.residual else None,
+        residual_scale=data.residual_scale,
+    )
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=config.enable_fused)
+
+
+def data_parallel(model: ViT, config: Config, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Compile the blocks, if asked to, and average gradients over the group (all ranks by default)."""
+    if config.enable_jit:
+        for block in model.blocks:  # a block each: DDP then sends gradients while the backward pass goes on
+            block.compile(fullgraph=True)
+    if dist.get_world_size(group) == 1 or config.noddp:
+        return model
+    # Named only where it is switched off: newer versions of PyTorch rename this argument.
+    buffers = {"broadcast_buffers": False} if config.disable_broadcast_buffers else {}
+    return DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True, **buffers
+    )
 
 
 def main(world: World, argv: list[str]) -> None:
     with all_ranks_agree():  # everything a user can get wrong is found here, before any training
         config, remarks = load_config(argv)
         config = config.with_batches(world.size)
-        device = pick_device(config.device, world.local_rank)
-        check_attention(config.attention, config.embed_dim // config.num_heads, device, AMP_DTYPE[config.amp_mode])
-        check_compiler(config.enable_jit)
-        allow_tf32(config.tf32)
+        device = prepare_device(config, world.local_rank)
         data = WeatherData(config, device, world.size, world.rank)
-        torch.manual_seed(config.seed)  # the same weights on every rank
-        model = ViT(
-            config.img_size,
-            config.patch_size,
-            len(data.in_names),
-            len(data.out_names),
-            config.embed_dim,
-            config.depth,
-            config.num_heads,
-            dropout=config.dropout,
-            drop_path=config.drop_path,
-            attention=config.attention,
-            residual=data.origins if config.residual else None,
-            residual_scale=data.residual_scale,
-        ).to(device)
+        model = build_model(config, data).to(device)
     torch.manual_seed(config.seed + world.rank)  # other dropout masks on every rank
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=config.enable_fused)
+    optimizer = build_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
     with Run(config, world, device, data, model.flops()) as run:
         run.describe(model, remarks)
-        if config.enable_jit:
-            for block in model.blocks:  # a block each: DDP then sends gradients while the backward pass goes on
-                block.compile(fullgraph=True)
-        if world.size > 1 and not config.noddp:
-            # Named only where it is switched off: newer versions of PyTorch rename this argument.
-            buffers = {"broadcast_buffers": False} if config.disable_broadcast_buffers else {}
-            model = DistributedDataParallel(
-                model, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True, **buffers
-            )
+        model = data_parallel(model, config)
         train(forward_backward, model, optimizer, scaler, data, config, run)
 
 

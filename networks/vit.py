@@ -41,7 +41,14 @@ class PatchEmbed(nn.Module):
         B, C, H, W = x.shape
         P = self.patch_size
         x = x.view(B, C, H // P, P, W // P, P).permute(0, 2, 4, 1, 3, 5)  # B H/P W/P C P P
-        return self.proj(x.reshape(B, -1, C * P * P))  # B N D
+        return self.proj(x.reshape(B, (H // P) * (W // P), C * P * P))  # B N D
+
+
+def unpatchify(tokens: Tensor, img_size: Sequence[int], patch_size: int) -> Tensor:
+    """Put the tokens [B, N, C P P] back in their places: [B, C, H, W]."""
+    (H, W), P, B = img_size, patch_size, tokens.shape[0]
+    C = tokens.shape[-1] // P**2
+    return tokens.view(B, H // P, W // P, C, P, P).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
 
 
 class Attention(nn.Module):
@@ -56,14 +63,17 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, N, _ = x.shape
         # The head count comes from the shape, so that a slice of the heads works as well.
-        qkv = self.qkv(x).view(B, N, 3, -1, self.head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B h N d
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(2)  # each B N h d
+        x = self.attend(q, k, v).flatten(2)  # B N D
+        return self.proj_drop(self.proj(x))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return softmax(q k / sqrt(d)) v for each head; all are [B, N, h, d], and q may have other tokens than k and v."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # B h N d
         with attention_kernel(self.kernel):
             x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
-        x = x.transpose(1, 2).reshape(B, N, -1)  # B N D
-        return self.proj_drop(self.proj(x))
+        return x.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -90,8 +100,11 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = torch.rand(x.shape[0], 1, 1, device=x.device) < self.keep
-        return x * (kept / self.keep)
+        return x * ((self.draw(x) < self.keep) / self.keep)
+
+    def draw(self, x: Tensor) -> Tensor:
+        """Return a uniform random number for each sample, [B, 1, 1]."""
+        return torch.rand(x.shape[0], 1, 1, device=x.device)
 
 
 class Block(nn.Module):
@@ -103,11 +116,11 @@ class Block(nn.Module):
         self.attn = Attention(dim, num_heads, dropout, kernel)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = MLP(dim, mlp_ratio * dim, dropout)
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.drop_path1, self.drop_path2 = (DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.attn(self.norm1(x)))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+        x = x + self.drop_path1(self.attn(self.norm1(x)))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
 class ViT(nn.Module):
@@ -151,7 +164,7 @@ class ViT(nn.Module):
             raise ValueError(
                 f"embed_dim {embed_dim} does not divide into {num_heads} heads: take a multiple of num_heads"
             )
-        self.img_size, self.patch_size, self.out_chans = (H, W), patch_size, out_chans
+        self.patch_size = patch_size
         num_patches = (H // patch_size) * (W // patch_size)
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches, embed_dim))
@@ -176,17 +189,15 @@ class ViT(nn.Module):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def unpatchify(self, x: Tensor) -> Tensor:
-        """Put the tokens [B, N, C P P] back in their places: [B, C, H, W]."""
-        (H, W), P = self.img_size, self.patch_size
-        x = x.view(x.shape[0], H // P, W // P, self.out_chans, P, P)
-        return x.permute(0, 3, 1, 4, 2, 5).reshape(x.shape[0], self.out_chans, H, W)
-
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.pos_drop(self.patch_embed(x) + self.pos_embed)  # B N D
         for block in self.blocks:
             tokens = block(tokens)
-        y = self.unpatchify(self.head(self.norm(tokens)))  # B C_out H W
+        return self.decode(tokens, x)
+
+    def decode(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Return the forecast [B, C_out, H, W] from the last block's tokens and the input."""
+        y = unpatchify(self.head(self.norm(tokens)), x.shape[-2:], self.patch_size)
         if self.residual is None:
             return y
         return x.index_select(1, self.residual) + self.residual_scale * y

@@ -18,8 +18,10 @@ UNUSED_KEYS = ("wireup_info", "wireup_store")
 NOTED_KEYS = (*UNUSED_KEYS, "optimizer")
 
 
-def _key(default: Any, help: str, choices: tuple | None = None, at_least: float | None = None):
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "at_least": at_least})
+def _key(default: Any, help: str, choices: tuple | None = None, at_least: float | None = None, chapter: int = 1):
+    """A field: `chapter` is the first one whose script knows it."""
+    metadata = {"help": help, "choices": choices, "at_least": at_least, "chapter": chapter}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,14 @@ class Config:
     noddp: bool = _key(False, "do not synchronise gradients (timing only: the ranks drift apart)")
     bucket_cap_mb: int = _key(25, "size of a gradient bucket of DDP, in MiB", at_least=1)
     disable_broadcast_buffers: bool = _key(False, "DDP does not broadcast buffers before each forward pass")
+
+    # Model parallelism
+    tensor_parallel: int = _key(1, "ranks that share the weights of a layer", at_least=1, chapter=2)
+    context_parallel: int = _key(1, "ranks that share the tokens of an image", at_least=1, chapter=2)
+    parallel_order: str = _key("tp-cp-dp", "axes of the grid of ranks, neighbours first", chapter=2)
+    sequence_parallel: bool = _key(True, "share the tokens over the tensor parallel ranks too", chapter=2)
+    sp_regather: bool = _key(False, "gather tokens once more in the backward pass: less memory", chapter=2)
+    cp_attention: str = _key("gather", "attention over context ranks", choices=("gather", "ulysses"), chapter=2)
 
     # What is shown
     plot_channels: list[str] | None = _key(None, "channels of the validation picture (default: the first one)")
@@ -196,7 +206,7 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chapter: int) -> argparse.ArgumentParser:
     parser = _Parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -206,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, field in FIELDS.items():
         kind, is_list, _ = _parts(name)
         text = f"{field.metadata['help']} ({field.default})".replace("%", "%%")
+        text = text if field.metadata["chapter"] <= chapter else argparse.SUPPRESS
         if kind is bool:
             parser.add_argument(f"--{name}", action="store_const", const=True, help=text)
             parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
@@ -245,12 +256,13 @@ def _merge(values: dict, layer: dict, where: str) -> None:
     values.update(layer)
 
 
-def load_config(argv: list[str]) -> tuple[Config, list[str]]:
+def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     """Return the configuration that the command line `argv` asks for, and remarks for the log.
 
-    Raises ValueError for an unknown section, key, flag or value, with the closest legal one.
+    Raises ValueError for an unknown section, key, flag or value, with the closest legal one, and for a key that only
+    the scripts after this chapter's know.
     """
-    parser = _parser()
+    parser = _parser(chapter)
     given, extra = parser.parse_known_args(argv)
     flags = vars(given)
     if extra:
@@ -263,6 +275,9 @@ def load_config(argv: list[str]) -> tuple[Config, list[str]]:
     _merge(values, keys, f"in section {section!r} of {path}")
     _merge(values, {**flags, "config": section}, "on the command line")
     config = Config(**values)
+    for name, field in FIELDS.items():
+        if field.metadata["chapter"] > chapter and getattr(config, name) != field.default:
+            raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run train_mp.py")
     noted = [name for name in NOTED_KEYS if name in keys or name in flags]
     remarks = [f"Keys accepted and not needed: {', '.join(noted)}"] if noted else []
 

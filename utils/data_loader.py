@@ -20,7 +20,7 @@ from utils.era5 import FrameReader
 class Batch(NamedTuple):
     """What the reader gives, raw and on the host."""
 
-    inp: Tensor  # [B, C_in, H, W], as stored
+    inp: Tensor  # [B, C_in, H, W], as stored; H counts the rows that this rank reads
     target: Tensor  # [B, C_out, H, W], as stored
     counts: Tensor  # [B]: 1 for a sample, 0 for one that only fills the batch
 
@@ -52,7 +52,7 @@ class PairDataset(Dataset):
 
     def __getitems__(self, samples: np.ndarray) -> Batch:
         """Read the samples; -1 fills its place with the first sample, so that shapes and norms stay sound."""
-        frames = [np.empty((len(samples), r.count, *r.img_size), r.files.dtype) for r in (self.inputs, self.targets)]
+        frames = [np.empty((len(samples), *r.shape), r.files.dtype) for r in (self.inputs, self.targets)]
         for i, sample in enumerate(samples):
             file, t = self.pairs[max(sample, 0)]
             self.inputs.read(file, t, frames[0][i])
@@ -135,11 +135,11 @@ class Loader:
         for sample in self.samples(epoch)[iteration]:
             file, t = self.dataset.pairs[max(sample, 0)]
             for reader, step in ((self.dataset.inputs, t), (self.dataset.targets, t + self.dataset.dt)):
-                frame = np.empty((reader.count, *reader.img_size), reader.files.dtype)
+                frame = np.empty(reader.shape, reader.files.dtype)
                 reader.read(file, step, frame)
                 bad = np.argwhere(~np.isfinite(frame))
                 if len(bad):
                     c, y, x = bad[0]
                     channel = next(first + c - start for start, first, n in reader.runs if start <= c < start + n)
-                    return f"{reader.files.paths[file]}, fields[{step}, {channel}, {y}, {x}] is {frame[c, y, x]}"
+                    return f"{reader.files.paths[file]}, fields[{step}, {channel}, {reader.rows[y]}, {x}] is {frame[c, y, x]}"
         return None

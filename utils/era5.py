@@ -115,11 +115,12 @@ class FrameReader:
     Args:
         files: the files.
         channels: channel indices, in the order wanted.
-        img_size: rows and columns, from the north-west corner.
+        rows: the rows to read.
+        columns: the number of columns, from the first.
     """
 
-    def __init__(self, files: Files, channels: list[int], img_size: tuple[int, int]):
-        self.files, self.img_size, self.count = files, tuple(img_size), len(channels)
+    def __init__(self, files: Files, channels: list[int], rows: range, columns: int):
+        self.files, self.rows, self.shape = files, rows, (len(channels), len(rows), columns)
         self.runs = _consecutive(channels)
         self._open: dict[int, h5py.Dataset] = {}
 
@@ -127,14 +128,16 @@ class FrameReader:
         return {**self.__dict__, "_open": {}}  # an open file does not travel to another process
 
     def read(self, file: int, t: int, out: np.ndarray) -> None:
-        """Fill `out` [C, H, W] with frame `t` of a file."""
+        """Fill `out` [C, rows, columns] with frame `t` of a file."""
         if file not in self._open:
             self._open[file] = h5py.File(self.files.paths[file], "r")["fields"]
-        H, W = self.img_size
+        if not self.rows:  # this rank's shard of the tokens is all padding
+            return
+        rows, W = slice(self.rows.start, self.rows.stop), self.shape[-1]
         for start, source, length in self.runs:
             # Straight into the batch: no copy, and nothing read that is not needed.
             self._open[file].read_direct(
-                out, np.s_[t, source : source + length, :H, :W], np.s_[start : start + length, :, :]
+                out, np.s_[t, source : source + length, rows, :W], np.s_[start : start + length, :, :]
             )
 
 

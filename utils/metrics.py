@@ -1,10 +1,14 @@
 """Skill of the forecasts of a validation set: RMSE, anomaly correlation, persistence, per channel."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from utils.loss import relative_l2
+
+Total = Callable[[Tensor], Tensor]
 
 
 def latitude_weights(latitude: Tensor) -> Tensor:
@@ -13,36 +17,52 @@ def latitude_weights(latitude: Tensor) -> Tensor:
     return weights / weights.mean()
 
 
-def weighted_rmse(forecast: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+def _whole(sums: Tensor) -> Tensor:
+    return sums
+
+
+def weighted_rmse(forecast: Tensor, target: Tensor, weights: Tensor, total: Total = _whole) -> Tensor:
     """Return the square root of the weighted mean square over space, [B, C].
 
-    `forecast` and `target` are [B, C, H, W], `weights` [H] with mean 1.
+    `forecast` and `target` are [B, C, H, W]; `weights` [H, W] add up to 1 over the whole image. Where several ranks hold
+    parts of an image, `total` adds up their sums.
     """
-    return ((forecast - target).square() * weights[:, None]).mean(dim=(-2, -1)).sqrt()
+    return total(((forecast - target).square() * weights).sum(dim=(-2, -1))).sqrt()
 
 
-def weighted_acc(forecast: Tensor, target: Tensor, climatology: Tensor, weights: Tensor) -> Tensor:
+def weighted_acc(
+    forecast: Tensor, target: Tensor, climatology: Tensor, weights: Tensor, total: Total = _whole
+) -> Tensor:
     """Return the anomaly correlation, [B, C]: the weighted cosine of the two anomalies from `climatology` [C, H, W].
 
-    The anomalies are not centred in space (Rasp et al. 2020, WeatherBench, appendix A).
+    The anomalies are not centred in space (Rasp et al. 2020, WeatherBench, appendix A). The rest is as in `weighted_rmse`.
     """
     f, t = forecast - climatology, target - climatology
-    product = (f * t * weights[:, None]).sum(dim=(-2, -1))
-    norms = (f.square() * weights[:, None]).sum(dim=(-2, -1)) * (t.square() * weights[:, None]).sum(dim=(-2, -1))
-    return product / norms.sqrt()
+    sums = torch.stack([(a * b * weights).sum(dim=(-2, -1)) for a, b in ((f, t), (f, f), (t, t))])
+    product, f_norm, t_norm = total(sums)
+    return product / (f_norm * t_norm).sqrt()
 
 
 class Scores:
     """Sums over the samples of a validation set, kept on the device until `reduce`.
 
     Args:
-        weights: latitude weights, [H].
+        weights: weights of the grid points that add up to 1 over the whole image, [H, W].
         climatology: normalised time means of the forecast channels, [C, H, W].
         persistence: index of the input channel that each forecast channel persists from, -1 where there is none.
+        total: adds up sums over the ranks that hold parts of the same image.
+        group: the ranks whose samples differ; all ranks by default.
     """
 
-    def __init__(self, weights: Tensor, climatology: Tensor, persistence: list[int]):
-        self.weights, self.climatology = weights, climatology
+    def __init__(
+        self,
+        weights: Tensor,
+        climatology: Tensor,
+        persistence: list[int],
+        total: Total = _whole,
+        group: dist.ProcessGroup | None = None,
+    ):
+        self.weights, self.climatology, self.total, self.group = weights, climatology, total, group
         self.known = [i >= 0 for i in persistence]
         self.persistence = torch.tensor(persistence, device=weights.device).clamp(min=0)
         # Rows: loss, number of samples (both in column 0); then RMSE, ACC and persistence's RMSE per channel.
@@ -54,19 +74,19 @@ class Scores:
         forecast, target = forecast.to(self.sums.dtype), target.to(self.sums.dtype)
         real = counts > 0
 
-        def total(values: Tensor) -> Tensor:  # sliced away with `where`: 0 x NaN would be NaN
+        def count(values: Tensor) -> Tensor:  # sliced away with `where`: 0 x NaN would be NaN
             return torch.where(real[:, None] if values.dim() == 2 else real, values, 0).sum(dim=0)
 
-        self.sums[0, 0] += total(relative_l2(forecast, target))
+        self.sums[0, 0] += count(relative_l2(forecast, target, total=self.total))
         self.sums[1, 0] += real.sum()
         same = inp.index_select(1, self.persistence)
-        self.sums[2] += total(weighted_rmse(forecast, target, self.weights))
-        self.sums[3] += total(weighted_acc(forecast, target, self.climatology, self.weights))
-        self.sums[4] += total(weighted_rmse(same.to(self.sums.dtype), target, self.weights))
+        self.sums[2] += count(weighted_rmse(forecast, target, self.weights, total=self.total))
+        self.sums[3] += count(weighted_acc(forecast, target, self.climatology, self.weights, total=self.total))
+        self.sums[4] += count(weighted_rmse(same.to(self.sums.dtype), target, self.weights, total=self.total))
 
     def reduce(self) -> dict[str, float | list[float | None]]:
         """Return the means over all samples of all ranks: `loss`, and `rmse`, `acc`, `persistence` per channel."""
-        dist.all_reduce(self.sums)
+        dist.all_reduce(self.sums, group=self.group)
         sums = self.sums.cpu()
         rmse, acc, persistence = (sums[2:] / sums[1, 0]).tolist()
         return {

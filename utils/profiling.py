@@ -1,9 +1,11 @@
 """Where the time goes: named ranges, the profiler window, and the speed that the hardware could reach."""
 
 import contextlib
+import mmap
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -86,3 +88,11 @@ def peak_memory_gb(device: torch.device) -> float:
     import resource  # not on every platform
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def memory_gb(device: torch.device) -> float:
+    """Return the memory in use now, in GiB: the allocator's on a GPU, the process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30
+    statm = Path("/proc/self/statm")  # Linux has it; elsewhere the peak stands for it
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE / 2**30 if statm.exists() else peak_memory_gb(device)

@@ -18,7 +18,7 @@ from utils.data_loader import Batch
 from utils.launch import World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
 from utils.plots import forecast_figure, render
-from utils.profiling import peak_flops, peak_memory_gb, profiler_window
+from utils.profiling import memory_gb, peak_flops, peak_memory_gb, profiler_window
 from utils.records import StepRecords, to_json
 from utils.weather_data import WeatherData
 
@@ -47,9 +47,18 @@ class Run:
 
     Args:
         flops: floating point operations of one forward pass on one sample.
+        name: the folder of the run that tells its size; `<ranks>GPU` by default.
     """
 
-    def __init__(self, config: Config, world: World, device: torch.device, data: WeatherData, flops: int):
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        data: WeatherData,
+        flops: int,
+        name: str | None = None,
+    ):
         self.config, self.world, self.device, self.data = config, world, device, data
         self.iteration = 0  # optimiser steps done
         self.steps = StepRecords(world.size)
@@ -61,7 +70,7 @@ class Run:
         self.is_main = world.rank == 0
         with all_ranks_agree():
             if self.is_main:
-                self.folder = make_run_folder(config, f"{world.size}GPU")
+                self.folder = make_run_folder(config, name or f"{world.size}GPU")
         if self.is_main:
             self.peak, self.peak_source = peak_flops(device, config.amp_mode, config.tf32)
             self.handlers = open_log(self.folder / "out.log")
@@ -100,8 +109,8 @@ class Run:
             *(*data.img_size, H, W, data.hours),
         )
         self.log(
-            "Batch: %d = %d a rank x %d rank(s) x %d accumulation step(s); %d iterations an epoch, %d in all",
-            *(config.global_batch_size, config.local_batch_size, self.world.size, config.accumulation_steps),
+            "Batch: %d = %d a rank x %d data-parallel rank(s) x %d accumulation step(s); %d iterations an epoch, %d in all",
+            *(config.global_batch_size, config.local_batch_size, data.num_shards, config.accumulation_steps),
             *(len(data.train_loader), config.num_iters),
         )
         self.log(
@@ -111,6 +120,18 @@ class Run:
         )
         if self.is_main:
             self.log("Peak of one device for MFU: %.4g TFLOP/s (%s)", self.peak / 1e12, self.peak_source)
+
+    def log_memory(self, model: nn.Module) -> None:
+        """Log the memory in use now, and after the first forward pass of each epoch."""
+        self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
+        self.forward_seen = -1
+
+        def after_forward(*_: Any) -> None:
+            if torch.is_grad_enabled() and self.forward_seen != self.epoch:
+                self.forward_seen = self.epoch
+                self.log(" Memory usage after forward pass: %f GB.", memory_gb(self.device))
+
+        model.register_forward_hook(after_forward)
 
     @property
     def epoch(self) -> int:

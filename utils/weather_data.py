@@ -2,25 +2,38 @@
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from utils.config import Config
 from utils.data_loader import Batch, Loader, PairDataset
 from utils.era5 import STORED_STEP_HOURS, Files, FrameReader, channel_indices, check_crop, load_stats
 from utils.metrics import Scores, latitude_weights
+from utils.token_shard import TokenShard
 
 
 class WeatherData:
     """The training and validation sets of a configuration, for one of `num_shards` data-parallel ranks.
+
+    Args:
+        shard: which tokens of each image this rank holds; all of them by default.
+        group: the data-parallel ranks; all ranks by default.
 
     Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`), the statistics,
     the crop or the channels asked for.
     """
 
     def __init__(
-        self, config: Config, device: torch.device = torch.device("cpu"), num_shards: int = 1, shard_id: int = 0
+        self,
+        config: Config,
+        device: torch.device = torch.device("cpu"),
+        num_shards: int = 1,
+        shard_id: int = 0,
+        shard: TokenShard | None = None,
+        group: dist.ProcessGroup | None = None,
     ):
         self.config, self.device, self.num_shards, self.shard_id = config, device, num_shards, shard_id
+        self.shard, self.group = shard or TokenShard(config.img_size, config.patch_size), group
         self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
         self.valid_files = Files.open(config.valid_data_path, "check --data_dir or --valid_data_path")
         self.valid_files.check_same(self.train_files, "training and validation files must agree")
@@ -89,7 +102,8 @@ class WeatherData:
 
     def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
         config = self.config
-        readers = (FrameReader(files, channels, self.img_size) for channels in (self.inputs, self.outputs))
+        rows, columns = self.shard.rows, self.img_size[1]
+        readers = (FrameReader(files, channels, rows, columns) for channels in (self.inputs, self.outputs))
         return Loader(
             PairDataset(*readers, pairs, config.dt),
             config.global_batch_size if shuffle else config.local_batch_size * self.num_shards,
@@ -108,12 +122,12 @@ class WeatherData:
         return torch.tensor(values, device=self.device, dtype=torch.get_default_dtype())
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], normalised on the device.
+        """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], or their shards, normalised on the device.
 
         They travel as they are stored (float16 as float16) and arrive in the default dtype.
         """
         pairs = ((batch.inp, *self.inp_stats), (batch.target, *self.target_stats))
-        return tuple((raw.to(self.device, non_blocking=True) - mean) / std for raw, mean, std in pairs)
+        return tuple((self.shard.cut(raw.to(self.device, non_blocking=True)) - mean) / std for raw, mean, std in pairs)
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
@@ -122,4 +136,8 @@ class WeatherData:
 
     def scores(self) -> Scores:
         """Return empty sums of the validation metrics."""
-        return Scores(latitude_weights(self._tensor(self.latitude)), self._tensor(self.climatology), self.origins)
+        H, W = self.img_size
+        weights = latitude_weights(self._tensor(self.latitude))[:, None].expand(H, W) / (H * W)
+        rows = slice(self.shard.rows.start, self.shard.rows.stop)
+        weights, climatology = (self.shard.cut(x[..., rows, :]) for x in (weights, self._tensor(self.climatology)))
+        return Scores(weights, climatology, self.origins, self.shard.sum, self.group)

@@ -1,0 +1,69 @@
+"""What the optimiser needs to know of tensor parallelism: whole gradients, their norm, and overflows on any rank."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed.layers import ColumnParallelLinear, RowParallelLinear
+from utils.comm import Grid
+
+
+def sharded_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of which each tp rank holds another slice; all others are replicas."""
+    sharded = set()
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear):
+            sharded.update((module.weight, module.bias))
+        elif isinstance(module, RowParallelLinear):
+            sharded.add(module.weight)
+    return sharded
+
+
+class TensorParallelGradients:
+    """The gradients of a parallel model, after its backward pass and DDP's averaging.
+
+    Communication over tp in each step: `norm` sums one number; `sync` the gradients of all replicas, once, where the
+    tokens are sharded over tp.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid, tokens_over_tp: bool):
+        sharded = sharded_parameters(model)
+        self.is_sharded = [p in sharded for p in model.parameters()]
+        self.replicas = [p for p in model.parameters() if p not in sharded] if tokens_over_tp else []
+        self.group = grid.get_group("tp")
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Add up the gradients of replicas over tp: each rank's tokens gave a part of them."""
+        if self.replicas:
+            grads = [p.grad for p in self.replicas]
+            flat = torch.cat([g.flatten() for g in grads])
+            dist.all_reduce(flat, group=self.group)
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
+                grad.copy_(part.view_as(grad))
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        """Return the norm of the whole model's gradient; `grads` are in the order of the parameters."""
+        replicas, shards = (
+            nn.utils.get_total_norm([g for g, s in zip(grads, self.is_sharded) if s == sharded]).square()
+            for sharded in (False, True)
+        )
+        dist.all_reduce(shards, group=self.group)
+        return (replicas + shards).sqrt()
+
+
+class GridScaler(torch.amp.GradScaler):
+    """A GradScaler that skips a step on all ranks of a model if a gradient overflowed on one of them.
+
+    Each tp rank sees only its slices. Without this, one rank would skip a step that the others take.
+    """
+
+    def __init__(self, device: str, enabled: bool, group: dist.ProcessGroup):
+        super().__init__(device, enabled=enabled)
+        self.group = group
+
+    def _unscale_grads_(self, *args, **kwargs) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        for overflow in found.values():
+            dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)
+        return found

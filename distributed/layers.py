@@ -1,0 +1,133 @@
+"""Layers whose weights are sharded over the tensor parallel axis, and attention over tokens sharded over the context axis.
+
+They take a layer of the serial model and keep this rank's slice of its weights, under the same names.
+
+Shapes:  B batch   n tokens of this rank's shard   D embed_dim   h heads of this rank   d head size
+         N all tokens of an image   M tokens of this rank's context chunk, padding included (n, or tp n of them)
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distributed.mappings import Group, all_gather, all_to_all, copy, gathered_linear, reduce, reduce_scatter
+from networks.vit import Attention, DropPath
+from utils.comm import Grid
+
+TOKENS = 1  # the dim of the tokens
+
+
+def in_compute_dtype(x: Tensor) -> Tensor:
+    """Return `x` in the dtype that autocast will compute in: a collective then moves half the bytes."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def shard_rows(weight: Tensor, grid: Grid, parts: int = 1) -> nn.Parameter:
+    """Return this rank's tp slice of dim 0; a weight stacked of `parts` blocks (q, k, v) is sliced in each."""
+    chunk = weight.unflatten(0, (parts, -1)).chunk(grid.get_size("tp"), dim=1)[grid.get_rank("tp")]
+    return nn.Parameter(chunk.flatten(0, 1).detach().clone())
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer of which each rank computes some of the outputs (Shoeybi et al. 2019, section 3).
+
+    Its input is the same on all tp ranks, [B, M, D], or with sequence parallelism a shard of the tokens, [B, M / tp, D].
+    Its output is [B, M, out / tp].
+
+    Communication over tp, with s bytes for all M tokens [B, M, D]: plain: an all-reduce of s in the backward. Sequence
+    parallel: an all-gather to s in the forward, a reduce-scatter of s in the backward, and with `regather` once more an
+    all-gather to s.
+
+    Args:
+        parts: independent blocks of outputs in the serial weight: 3 for a fused q, k, v.
+        regather: keep only the shard of the input for the backward.
+    """
+
+    def __init__(self, serial: nn.Linear, grid: Grid, sequence_parallel: bool, regather: bool = False, parts: int = 1):
+        super().__init__()
+        self.weight = shard_rows(serial.weight, grid, parts)
+        self.bias = shard_rows(serial.bias, grid, parts)
+        self.group, self.sequence_parallel, self.regather = grid.get_group("tp"), sequence_parallel, regather
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = in_compute_dtype(x)
+        if self.sequence_parallel and self.regather:
+            return gathered_linear(x, in_compute_dtype(self.weight), in_compute_dtype(self.bias), TOKENS, self.group)
+        x = all_gather(x, TOKENS, self.group) if self.sequence_parallel else copy(x, self.group)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which each rank has some of the inputs, [B, M, in / tp] (Shoeybi et al. 2019, section 3).
+
+    Its output is whole on all tp ranks, [B, M, D], or with sequence parallelism a shard of the tokens, [B, M / tp, D].
+
+    Communication over tp, with s bytes for all M tokens [B, M, D]: plain: an all-reduce of s in the forward. Sequence
+    parallel: a reduce-scatter of s in the forward, an all-gather to s in the backward.
+    """
+
+    def __init__(self, serial: nn.Linear, grid: Grid, sequence_parallel: bool):
+        super().__init__()
+        self.weight = nn.Parameter(
+            serial.weight.chunk(grid.get_size("tp"), dim=1)[grid.get_rank("tp")].detach().clone()
+        )
+        self.bias = nn.Parameter(serial.bias.detach().clone())
+        self.group, self.sequence_parallel = grid.get_group("tp"), sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        partial = F.linear(x, self.weight)  # a sum over this rank's inputs
+        y = reduce_scatter(partial, TOKENS, self.group) if self.sequence_parallel else reduce(partial, self.group)
+        return y + self.bias.to(y.dtype)  # once, after the sum
+
+
+class ParallelAttention(Attention):
+    """Attention with this rank's heads (tp) for this rank's tokens (cp).
+
+    Each rank asks with its own tokens (q) and needs k and v of all. `gather` collects these over cp. `ulysses` exchanges
+    tokens for heads, so that each rank has all tokens of some heads, and back (Jacobs et al. 2023). Padding lies at the
+    end of all tokens and is sliced off k and v: no mask, so that every attention kernel can be used.
+
+    Communication over cp, with s bytes for this rank's q [B, M, h, d]: gather: an all-gather to 2 cp s in the forward, a
+    reduce-scatter of 2 cp s in the backward. Ulysses: all-to-alls of 3 s and s in the forward, of s and 3 s in the backward.
+    """
+
+    def __init__(
+        self,
+        serial: Attention,
+        grid: Grid,
+        num_tokens: int,
+        sequence_parallel: bool,
+        regather: bool = False,
+        cp_attention: str = "gather",
+    ):
+        nn.Module.__init__(self)
+        self.head_dim, self.kernel, self.attn_drop = serial.head_dim, serial.kernel, serial.attn_drop
+        self.qkv = ColumnParallelLinear(serial.qkv, grid, sequence_parallel, regather, parts=3)
+        self.proj = RowParallelLinear(serial.proj, grid, sequence_parallel)
+        self.proj_drop = serial.proj_drop
+        self.num_tokens, self.cp, self.ulysses = num_tokens, grid.get_group("cp"), cp_attention == "ulysses"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # B M h d
+        N = self.num_tokens
+        if not self.ulysses:
+            k, v = all_gather(torch.stack((k, v), 2), TOKENS, self.cp).unbind(2)  # B cp*M h d
+            return super().attend(q, k[:, :N], v[:, :N])
+        M = q.shape[TOKENS]
+        q, k, v = all_to_all(torch.stack((q, k, v), 2), 3, TOKENS, self.cp)[:, :N].unbind(2)  # B N h/cp d
+        x = super().attend(q, k, v)
+        x = F.pad(x, (0, 0, 0, 0, 0, M * dist.get_world_size(self.cp) - N))  # B cp*M h/cp d
+        return all_to_all(x, TOKENS, 2, self.cp)  # B M h d
+
+
+class SharedDropPath(DropPath):
+    """DropPath that drops the same samples on all ranks that hold parts of them: `draws` [B, 1, 1] come from outside."""
+
+    def __init__(self, serial: DropPath):
+        nn.Module.__init__(self)
+        self.register_buffer("keep", serial.keep, persistent=False)
+        self.draws: Tensor | None = None
+
+    def draw(self, x: Tensor) -> Tensor:
+        return self.draws

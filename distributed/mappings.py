@@ -1,0 +1,199 @@
+"""Autograd mappings: collectives over one axis of the grid, each with its gradient.
+
+A collective that PyTorch offers computes something and knows nothing of gradients. Each function here pairs one for the
+forward with the one that its gradient needs in the backward:
+
+    function              forward                     backward                     Megatron's name
+    copy                  identity                    all-reduce                   f
+    reduce                all-reduce                  identity                     g
+    scatter               own chunk of dim            all-gather
+    gather                all-gather along dim        own chunk
+    all_gather            all-gather along dim        reduce-scatter               g-bar
+    reduce_scatter        sum, own chunk of dim       all-gather                   f-bar backwards
+    all_to_all            chunks of one dim for       the same, dims exchanged     Ulysses
+                          chunks of another
+
+(f and g: Shoeybi et al. 2019, Megatron-LM, section 3. g-bar: Korthikanti et al. 2022, Reducing Activation Recomputation,
+section 4.2. All-to-all: Jacobs et al. 2023, DeepSpeed Ulysses.)
+
+`gather` and `all_gather` differ in what follows them: after `gather` every rank computes the same and so has the whole
+gradient; after `all_gather` each computes something else, and the gradients must be summed.
+
+All take tensors that are not contiguous, and any dim that divides by the group's size. In a group of one they return
+their input. They are built of public collectives only, and compile with fullgraph=True.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)  # the collective works in place
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    size = dist.get_world_size(group)
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty(size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x, group=group)
+    return out.movedim(0, dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    size = dist.get_world_size(group)
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x, group=group)
+    return out.movedim(0, dim)
+
+
+def _own_chunk(x: Tensor, dim: int, group: Group) -> Tensor:
+    length = x.shape[dim] // dist.get_world_size(group)
+    return x.narrow(dim, dist.get_rank(group) * length, length).contiguous()
+
+
+def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
+    size = dist.get_world_size(group)
+    x = torch.stack(x.chunk(size, split_dim))  # a chunk for each rank
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return torch.cat(out.unbind(0), concat_dim)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        return _own_chunk(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _own_chunk(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, group):
+        ctx.dim, ctx.group = dim, group
+        return _reduce_scatter(x, dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, split_dim, concat_dim, group):
+        ctx.dims, ctx.group = (concat_dim, split_dim), group
+        return _all_to_all(x, split_dim, concat_dim, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_to_all(grad, *ctx.dims, ctx.group), None, None, None
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, dim, group):
+        ctx.dim, ctx.group = dim, group
+        ctx.save_for_backward(x, weight)  # the shard, where autograd would keep the gathered tensor
+        return torch.nn.functional.linear(_all_gather(x, dim, group), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        x = _all_gather(x, ctx.dim, ctx.group).flatten(0, -2)
+        rows = grad.flatten(0, -2)
+        return _reduce_scatter(grad @ weight, ctx.dim, ctx.group), rows.t() @ x, rows.sum(0), None, None
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """Forward: identity. Backward: all-reduce. For an input that all ranks share and each uses with other weights."""
+    return x if dist.get_world_size(group) == 1 else _Copy.apply(x, group)
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """Forward: all-reduce (sum). Backward: identity. For partial sums that all ranks then use alike."""
+    return x if dist.get_world_size(group) == 1 else _Reduce.apply(x, group)
+
+
+def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Forward: own chunk of `dim`. Backward: all-gather. For an input that all ranks share and each uses a part of."""
+    return x if dist.get_world_size(group) == 1 else _Scatter.apply(x, dim, group)
+
+
+def gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Forward: all-gather along `dim`. Backward: own chunk. For a result that all ranks then use alike."""
+    return x if dist.get_world_size(group) == 1 else _Gather.apply(x, dim, group)
+
+
+def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Forward: all-gather along `dim`. Backward: reduce-scatter. For shards of which each rank then needs all."""
+    return x if dist.get_world_size(group) == 1 else _AllGather.apply(x, dim, group)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Forward: sum over the ranks, own chunk of `dim`. Backward: all-gather. For partial sums of which each needs a part."""
+    return x if dist.get_world_size(group) == 1 else _ReduceScatter.apply(x, dim, group)
+
+
+def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
+    """Send chunk r of `split_dim` to rank r and join what arrives along `concat_dim`. Backward: the way back."""
+    return x if dist.get_world_size(group) == 1 else _AllToAll.apply(x, split_dim, concat_dim, group)
+
+
+def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor, dim: int, group: Group) -> Tensor:
+    """`linear(all_gather(x), weight, bias)` that keeps the shard `x` for the backward and gathers once more there.
+
+    Saves (size - 1) / size of the gathered tensor's memory for one all-gather (Korthikanti et al. 2022, section 4.2.2).
+    """
+    return _GatheredLinear.apply(x, weight, bias, dim, group)

@@ -1,0 +1,103 @@
+"""A ViT -> the same ViT over a grid of ranks, from outside: linear layers and attention are exchanged, all else stays.
+
+The weights are drawn whole and then sliced, so every grid begins with the same model, and the parameters keep their names.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distributed.layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear, SharedDropPath
+from networks.vit import DropPath, ViT
+from utils.comm import Grid
+from utils.config import Config
+from utils.token_shard import TokenShard
+
+
+def check_parallel(config: Config, grid: Grid) -> None:
+    """Raise ValueError where the model cannot be shared out over the grid, with what can be changed."""
+    tp, cp, heads = grid.get_size("tp"), grid.get_size("cp"), config.num_heads
+    if heads % tp:
+        raise ValueError(f"num_heads {heads} does not divide over tensor_parallel {tp}: take {_divisors(heads)}")
+    if config.cp_attention == "ulysses" and heads // tp % cp:
+        raise ValueError(
+            f"cp_attention ulysses shares out the {heads // tp} head(s) of each rank over context_parallel {cp}: "
+            f"take context_parallel {_divisors(heads // tp)}, or --cp_attention gather"
+        )
+    if config.noddp and cp > 1:
+        raise ValueError(
+            f"noddp with context_parallel {cp}: gradients are sums over the context ranks, and DDP adds them up; "
+            f"leave --noddp out"
+        )
+    if config.dropout and tp > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"dropout {config.dropout} with tensor_parallel {tp} needs --sequence_parallel: without it the tensor "
+            f"parallel ranks hold the same activations and would drop different ones"
+        )
+
+
+def _divisors(n: int) -> str:
+    divisors = [str(d) for d in range(1, n + 1) if n % d == 0]
+    return " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
+
+
+def token_shard(config: Config, grid: Grid) -> tuple[int, int, str]:
+    """Return into how many shards the tokens of an image are cut, which one is this rank's, and the group that has all.
+
+    They are cut over cp, and with sequence parallelism each of these chunks once more over tp.
+    """
+    if config.sequence_parallel and grid.get_size("tp") > 1:
+        index = grid.get_rank("cp") * grid.get_size("tp") + grid.get_rank("tp")
+        return grid.get_size("tp-cp"), index, "tp-cp"
+    return grid.get_size("cp"), grid.get_rank("cp"), "cp"
+
+
+class ParallelViT(ViT):
+    """The ViT on one rank: it maps this rank's shard of the tokens, [B, C, *shard.shape].
+
+    Takes over the modules of `serial` and exchanges its parallel layers. Residual stream, norms, embedding and head work
+    on token shards only; no activation is ever whole on one rank.
+    """
+
+    def __init__(self, serial: ViT, config: Config, grid: Grid, shard: TokenShard):
+        nn.Module.__init__(self)
+        self.patch_size, self.shard = serial.patch_size, shard
+        for name, module in serial.named_children():
+            self.add_module(name, module)
+        self.pos_embed = serial.pos_embed
+        for name, buffer in serial.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=False)
+        if serial.residual is None:
+            self.residual = None
+        sp, regather = config.sequence_parallel and grid.get_size("tp") > 1, config.sp_regather
+        for block in self.blocks:
+            block.attn = ParallelAttention(block.attn, grid, shard.total, sp, regather, config.cp_attention)
+            block.mlp.fc1 = ColumnParallelLinear(block.mlp.fc1, grid, sp, regather)
+            block.mlp.fc2 = RowParallelLinear(block.mlp.fc2, grid, sp)
+            for name in ("drop_path1", "drop_path2"):
+                if isinstance(getattr(block, name), DropPath):
+                    setattr(block, name, SharedDropPath(getattr(block, name)))
+        self.paths = [module for module in self.modules() if isinstance(module, SharedDropPath)]
+        # DropPath drops whole samples: all ranks draw the numbers of the global batch, and use those of their samples.
+        self.seed, self.dp, self.dp_rank = config.seed, grid.get_size("dp"), grid.get_rank("dp")
+        self.generator: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:  # B C P n*P
+        self.draw_paths(x)
+        own = slice(self.shard.first, self.shard.first + self.shard.count)
+        tokens = self.pos_drop(self.patch_embed(x) + self.pos_embed[:, own])
+        tokens = F.pad(tokens, (0, 0, 0, self.shard.length - self.shard.count))  # B n D, n equal on all ranks
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.decode(tokens[:, : self.shard.count], x)
+
+    def draw_paths(self, x: Tensor) -> None:
+        """Draw a number for each sample and DropPath, in the order in which the serial model draws them."""
+        if not self.training:
+            return
+        if self.generator is None:
+            self.generator = torch.Generator(x.device).manual_seed(self.seed)
+        B = x.shape[0]
+        for path in self.paths:
+            draws = torch.rand(self.dp * B, 1, 1, generator=self.generator, device=x.device)
+            path.draws = draws[self.dp_rank * B : (self.dp_rank + 1) * B]

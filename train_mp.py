@@ -1,0 +1,67 @@
+"""Chapter 2: a model too large for one device, shared out over a grid of data x context x tensor parallel ranks.
+
+    torchrun --nproc_per_node=4 train_mp.py --config=demo --tensor_parallel=2 --context_parallel=2
+    sbatch -N 4 submit_pm_mp.sh --config=mp --tensor_parallel=4
+
+New in this chapter: the grid of ranks and its groups (utils/comm.py), collectives that have a gradient
+(distributed/mappings.py), layers that hold a slice of the weights (distributed/layers.py), and what gradients then need.
+The loop, the validation and the model are those of train.py.
+"""
+
+import sys
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from distributed.helpers import GridScaler, TensorParallelGradients
+from distributed.mappings import reduce
+from distributed.parallelize import ParallelViT, check_parallel, token_shard
+from train import build_model, build_optimizer, data_parallel, forward_backward, prepare_device, train
+from utils.comm import Grid
+from utils.config import load_config
+from utils.launch import World, all_ranks_agree, start
+from utils.loss import relative_l2
+from utils.run import Run
+from utils.token_shard import TokenShard
+from utils.weather_data import WeatherData
+
+
+def main(world: World, argv: list[str]) -> None:
+    with all_ranks_agree():
+        config, remarks = load_config(argv, chapter=2)
+        grid = Grid(world.size, world.rank, config.tensor_parallel, config.context_parallel, config.parallel_order)
+        check_parallel(config, grid)
+        config = config.with_batches(grid.get_size("dp"))
+        device = prepare_device(config, world.local_rank)
+    grid.create_groups()
+    shards, index, axes = token_shard(config, grid)
+    shard = TokenShard(config.img_size, config.patch_size, shards, index, grid.get_group(axes))
+    with all_ranks_agree():
+        # The ranks of a tp-cp group hold the same samples, each its own tokens of them.
+        data = WeatherData(config, device, grid.get_size("dp"), grid.get_rank("dp"), shard, grid.get_group("dp"))
+        serial = build_model(config, data)
+    model = ParallelViT(serial, config, grid, shard).to(device)
+    torch.manual_seed(config.seed + world.rank)  # other dropout masks on every rank
+    optimizer = build_optimizer(model, config)
+    scaler = GridScaler(device.type, config.amp_mode == "fp16", grid.get_group("tp-cp"))
+    gradients = TensorParallelGradients(model, grid, axes == "tp-cp")
+    # A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
+    distance = partial(relative_l2, total=partial(reduce, group=shard.group))
+
+    def step(model: nn.Module, inp: Tensor, target: Tensor, *rest) -> Tensor:
+        """Fill the gradients: means over dp, sums over cp, and over tp where its ranks hold replicas."""
+        # DDP divides by dp x cp, and the gradients are to be divided by dp only.
+        loss = forward_backward(model, inp, target, *rest, distance, gradient_factor=grid.get_size("cp"))
+        gradients.sync()
+        return loss
+
+    with Run(config, world, device, data, serial.flops(), f"{grid.get_size('tp-cp')}MP") as run:
+        run.describe(model, remarks)
+        run.log_memory(model)
+        model = data_parallel(model, config, grid.get_group("dp-cp"))
+        train(step, model, optimizer, scaler, data, config, run, gradients.norm)
+
+
+if __name__ == "__main__":
+    start(main, sys.argv[1:])

@@ -1,0 +1,81 @@
+"""The tokens of an image that one rank holds.
+
+Tokens are the patches of an image in row-major order. They are shared out in contiguous chunks of equal length; where
+their number does not divide, the last chunks are filled up with padding, and one may hold nothing else.
+
+A chunk is kept as an image of one row of patches, side by side: [C, P, count P]. What works on images point by point,
+patch by patch or in sums over points (normalising, the patch embedding, loss, metrics) then works on a shard unchanged.
+
+Shapes:  C channels   H W rows, columns of the image   P patch size   R K rows, columns of patches
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class TokenShard:
+    """One of `shards` chunks of the tokens of an image. With one shard it is the image itself.
+
+    Args:
+        img_size: H and W of the image.
+        index: which chunk, counted from 0.
+        group: the ranks that hold the other chunks of the same image; needed where there is more than one.
+    """
+
+    def __init__(
+        self,
+        img_size: tuple[int, int],
+        patch_size: int,
+        shards: int = 1,
+        index: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ):
+        (H, W), P = img_size, patch_size
+        self.img_size, self.patch_size, self.shards, self.group = (H, W), P, shards, group
+        self.columns = W // P
+        self.total = H // P * self.columns  # tokens of the whole image
+        self.length = -(-self.total // shards)  # tokens of every chunk, padding included
+        self.first = min(index * self.length, self.total)
+        self.count = min(self.length, self.total - self.first)  # tokens of this chunk without padding
+        self.shape = (H, W) if shards == 1 else (P, self.count * P)
+
+    @property
+    def rows(self) -> range:
+        """The rows of the image to read: the whole rows of patches that the tokens touch."""
+        if self.shards == 1:
+            return range(self.img_size[0])
+        K, P = self.columns, self.patch_size
+        last = -(-(self.first + self.count) // K)
+        return range(self.first // K * P, last * P) if self.count else range(0)
+
+    def cut(self, rows: Tensor) -> Tensor:
+        """Return this shard [..., P, count P] of an image of which `rows` [..., len(self.rows), W] were read."""
+        if self.shards == 1:
+            return rows
+        K, P = self.columns, self.patch_size
+        patches = rows.unflatten(-2, (len(self.rows) // P, P)).unflatten(-1, (K, P))  # ... R P K P
+        patches = patches.transpose(-4, -3).flatten(-3, -2)  # ... P R*K P
+        start = self.first % K if self.count else 0
+        return patches[..., start : start + self.count, :].flatten(-2)  # ... P count*P
+
+    def place(self, shard: Tensor) -> Tensor:
+        """Return an image [..., H, W] with this shard [..., P, count P] in its place, and zeros elsewhere."""
+        if self.shards == 1:
+            return shard
+        (H, _), K, P = self.img_size, self.columns, self.patch_size
+        patches = shard.new_zeros(*shard.shape[:-2], P, self.total, P)
+        patches[..., self.first : self.first + self.count, :] = shard.unflatten(-1, (self.count, P))
+        image = patches.unflatten(-2, (H // P, K)).transpose(-4, -3)  # ... R P K P
+        return image.flatten(-2).flatten(-3, -2)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up `values` over the shards of the image, in place; without a gradient."""
+        if self.shards > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    @torch.no_grad()
+    def whole(self, shard: Tensor) -> Tensor:
+        """Return the whole image [..., H, W], put together from all shards [..., P, count P]."""
+        return self.sum(self.place(shard))

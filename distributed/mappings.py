@@ -28,6 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
+# PyTorch 2.13 renamed them; the old names warn there.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -40,7 +43,7 @@ def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     size = dist.get_world_size(group)
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty(size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x, group=group)
+    all_gather_single(out, x, group=group)
     return out.movedim(0, dim)
 
 
@@ -48,7 +51,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     size = dist.get_world_size(group)
     x = x.movedim(dim, 0).contiguous()
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x, group=group)
+    reduce_scatter_single(out, x, group=group)
     return out.movedim(0, dim)
 
 

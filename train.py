@@ -142,19 +142,11 @@ def build_model(config: Config, data: WeatherData) -> ViT:
     """Return the model, on the host; a seed gives the same weights everywhere."""
     torch.manual_seed(config.seed)
     return ViT(
-        config.img_size,
-        config.patch_size,
-        len(data.in_names),
-        len(data.out_names),
-        config.embed_dim,
-        config.depth,
-        config.num_heads,
-        dropout=config.dropout,
-        drop_path=config.drop_path,
-        attention=config.attention,
-        residual=data.origins if config.residual else None,
-        residual_scale=data.residual_scale,
-    )
+        config.img_size, config.patch_size, len(data.in_names), len(data.out_names),
+        config.embed_dim, config.depth, config.num_heads,
+        dropout=config.dropout, drop_path=config.drop_path, attention=config.attention,
+        residual=data.origins if config.residual else None, residual_scale=data.residual_scale,
+    )  # fmt: skip
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

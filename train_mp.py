@@ -4,7 +4,7 @@
     sbatch -N 4 submit_pm_mp.sh --config=mp --tensor_parallel=4
 
 New in this chapter: the grid of ranks and its groups (utils/comm.py), collectives that have a gradient
-(distributed/mappings.py), layers that hold a slice of the weights (distributed/layers.py), and what gradients then need.
+(distributed/mappings.py), layers that hold slices of the weights (distributed/layers.py), what gradients then need.
 The loop, the validation and the model are those of train.py.
 """
 

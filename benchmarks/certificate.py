@@ -1,11 +1,11 @@
 """Is the parallel model the same model? Every grid of 1, 2, 4 and 8 ranks against one process, in float64.
 
-    python benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
-    python benchmarks/certificate.py --json FILE --short       # a few grids, for `make test`
+    python benchmarks/certificate.py --ranks 1 2 4 8
 
-Each grid trains 5 steps with train_mp.py's own main on small files, and is compared with train.py's: the loss, every
-parameter's gradient, its norm, the weights after the steps, and the validation metrics. An error is the largest difference
-over the largest reference value, per full tensor. The first one above the bound ends the run and names parameter and grid.
+Each grid trains 5 steps with train_mp.py's own main on small files, and is compared with train.py's: the loss,
+every parameter's gradient, its norm, the weights after the steps, and the validation metrics. An error is the largest
+difference over the largest reference value, per full tensor. The first one above the bound ends the run and names
+parameter and grid.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 BOUND = 1e-12
-# name: rows, columns, patch size. Tokens: 32, 21, 16, 10; with 8 shards some ranks of the second and fourth have padding only.
+# name: rows, columns, patch size. Over 8 shards, 21 and 10 tokens leave ranks that hold padding only.
 IMAGES = {"32 tokens": (16, 32, 4), "21 tokens": (12, 28, 4), "16 tokens": (16, 64, 8), "10 tokens": (16, 40, 8)}
 SECTION = dict(
     embed_dim=32, depth=2, num_heads=8, n_in_channels=3, n_out_channels=2, residual=True, global_batch_size=8,
@@ -59,7 +59,9 @@ def grids(ranks: int) -> list[dict]:
 
 def label(grid: dict) -> str:
     """Return a grid in words: `dp 2 x tp 2 x cp 2, tp-cp-dp, sequence parallel, ulysses`."""
-    words = [f"dp {grid['dp']} x tp {grid['tensor_parallel']} x cp {grid['context_parallel']}, {grid['parallel_order']}"]
+    words = [
+        f"dp {grid['dp']} x tp {grid['tensor_parallel']} x cp {grid['context_parallel']}, {grid['parallel_order']}"
+    ]
     if grid["tensor_parallel"] > 1:
         words.append("sequence parallel" if grid["sequence_parallel"] else "plain tensor parallel")
     if grid["context_parallel"] > 1:
@@ -159,8 +161,8 @@ def errors_of(kept: dict, reference: dict, config, grid, shard) -> list[tuple[fl
         for name, value in kept[kind].items():
             error = (value - own_slices[name]).abs().max() / reference[kind][name].abs().max()
             found.append((error.item(), f"{kind} {name}"))
-    for name, values in kept.get("records", {}).items():
-        a, b = (torch.tensor(x[name]) for x in (kept["records"], reference["records"]))
+    for name in kept.get("records", ()):
+        a, b = (torch.tensor(x["records"][name]) for x in (kept, reference))
         found.append((((a - b).abs() / b.abs()).max().item(), name))
     return found
 
@@ -204,10 +206,10 @@ def run_world(folder: str, ranks: int, cases: list[dict], bound: float) -> list[
     command = [sys.executable, __file__, "--worker", folder]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     port = 12000 + os.getpid() % 15000
+    numbers = [[str(rank), str(ranks), str(port)] for rank in range(ranks)]
     processes = [
-        subprocess.Popen([*command, str(rank), str(ranks), str(port)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]  # fmt: skip
+        subprocess.Popen([*command, *three], env=environment, stdout=subprocess.PIPE, text=True) for three in numbers
+    ]
     results = []
     try:
         for line in processes[0].stdout:
@@ -225,8 +227,8 @@ def run_world(folder: str, ranks: int, cases: list[dict], bound: float) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--images", nargs="+", choices=IMAGES, default=list(IMAGES))
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--serial", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -249,7 +251,7 @@ def main() -> None:
         subprocess.run([sys.executable, __file__, "--serial", folder], check=True)
         results = []
         for ranks in args.ranks:
-            cases = [{"grid": grid, "images": list(IMAGES)} for grid in grids(ranks)]
+            cases = [{"grid": grid, "images": args.images} for grid in grids(ranks)]
             print(f"{ranks} rank(s), {len(cases)} grid(s)", flush=True)
             results += run_world(folder, ranks, cases, BOUND)
     worst = max(results, key=lambda r: r["error"])

@@ -1,4 +1,4 @@
-"""Layers whose weights are sharded over the tensor parallel axis, and attention over tokens sharded over the context axis.
+"""Layers with weights sharded over the tensor parallel axis, and attention over tokens sharded over the context axis.
 
 They take a layer of the serial model and keep this rank's slice of its weights, under the same names.
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distributed.mappings import Group, all_gather, all_to_all, copy, gathered_linear, reduce, reduce_scatter
+from distributed.mappings import all_gather, all_to_all, copy, gathered_linear, reduce, reduce_scatter
 from networks.vit import Attention, DropPath
 from utils.comm import Grid
 
@@ -33,12 +33,12 @@ def shard_rows(weight: Tensor, grid: Grid, parts: int = 1) -> nn.Parameter:
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes some of the outputs (Shoeybi et al. 2019, section 3).
 
-    Its input is the same on all tp ranks, [B, M, D], or with sequence parallelism a shard of the tokens, [B, M / tp, D].
-    Its output is [B, M, out / tp].
+    Its input is the same on all tp ranks, [B, M, D], or with sequence parallelism a shard of the tokens,
+    [B, M / tp, D]. Its output is [B, M, out / tp].
 
-    Communication over tp, with s bytes for all M tokens [B, M, D]: plain: an all-reduce of s in the backward. Sequence
-    parallel: an all-gather to s in the forward, a reduce-scatter of s in the backward, and with `regather` once more an
-    all-gather to s.
+    Communication over tp, with s bytes for all M tokens [B, M, D]. Plain: an all-reduce of s in the backward.
+    Sequence parallel: an all-gather to s in the forward, a reduce-scatter of s in the backward, and with `regather`
+    once more an all-gather to s.
 
     Args:
         parts: independent blocks of outputs in the serial weight: 3 for a fused q, k, v.
@@ -64,8 +64,8 @@ class RowParallelLinear(nn.Module):
 
     Its output is whole on all tp ranks, [B, M, D], or with sequence parallelism a shard of the tokens, [B, M / tp, D].
 
-    Communication over tp, with s bytes for all M tokens [B, M, D]: plain: an all-reduce of s in the forward. Sequence
-    parallel: a reduce-scatter of s in the forward, an all-gather to s in the backward.
+    Communication over tp, with s bytes for all M tokens [B, M, D]. Plain: an all-reduce of s in the forward.
+    Sequence parallel: a reduce-scatter of s in the forward, an all-gather to s in the backward.
     """
 
     def __init__(self, serial: nn.Linear, grid: Grid, sequence_parallel: bool):
@@ -85,12 +85,13 @@ class RowParallelLinear(nn.Module):
 class ParallelAttention(Attention):
     """Attention with this rank's heads (tp) for this rank's tokens (cp).
 
-    Each rank asks with its own tokens (q) and needs k and v of all. `gather` collects these over cp. `ulysses` exchanges
-    tokens for heads, so that each rank has all tokens of some heads, and back (Jacobs et al. 2023). Padding lies at the
-    end of all tokens and is sliced off k and v: no mask, so that every attention kernel can be used.
+    Each rank asks with its own tokens (q) and needs k and v of all. `gather` collects these over cp. `ulysses`
+    exchanges tokens for heads, so that each rank has all tokens of some heads, and back (Jacobs et al. 2023). Padding
+    lies at the end of all tokens and is sliced off k and v: no mask, so that every attention kernel can be used.
 
-    Communication over cp, with s bytes for this rank's q [B, M, h, d]: gather: an all-gather to 2 cp s in the forward, a
-    reduce-scatter of 2 cp s in the backward. Ulysses: all-to-alls of 3 s and s in the forward, of s and 3 s in the backward.
+    Communication over cp, with s bytes for this rank's q [B, M, h, d]. Gather: an all-gather to 2 cp s in the forward,
+    a reduce-scatter of 2 cp s in the backward. Ulysses: all-to-alls of 3 s and s in the forward, of s and 3 s in the
+    backward.
     """
 
     def __init__(
@@ -122,7 +123,10 @@ class ParallelAttention(Attention):
 
 
 class SharedDropPath(DropPath):
-    """DropPath that drops the same samples on all ranks that hold parts of them: `draws` [B, 1, 1] come from outside."""
+    """DropPath that drops the same samples on all ranks that hold parts of them.
+
+    `draws`, uniform random numbers [B, 1, 1], come from outside before each forward pass.
+    """
 
     def __init__(self, serial: DropPath):
         nn.Module.__init__(self)

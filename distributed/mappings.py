@@ -13,8 +13,8 @@ forward with the one that its gradient needs in the backward:
     all_to_all            chunks of one dim for       the same, dims exchanged     Ulysses
                           chunks of another
 
-(f and g: Shoeybi et al. 2019, Megatron-LM, section 3. g-bar: Korthikanti et al. 2022, Reducing Activation Recomputation,
-section 4.2. All-to-all: Jacobs et al. 2023, DeepSpeed Ulysses.)
+(f and g: Shoeybi et al. 2019, Megatron-LM, section 3. g-bar: Korthikanti et al. 2022, Reducing Activation
+Recomputation, section 4.2. All-to-all: Jacobs et al. 2023, DeepSpeed Ulysses.)
 
 `gather` and `all_gather` differ in what follows them: after `gather` every rank computes the same and so has the whole
 gradient; after `all_gather` each computes something else, and the gradients must be summed.
@@ -185,7 +185,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward: sum over the ranks, own chunk of `dim`. Backward: all-gather. For partial sums of which each needs a part."""
+    """Forward: sum, own chunk of `dim`. Backward: all-gather. For partial sums of which each rank needs a part."""
     return x if dist.get_world_size(group) == 1 else _ReduceScatter.apply(x, dim, group)
 
 

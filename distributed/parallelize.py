@@ -1,6 +1,6 @@
 """A ViT -> the same ViT over a grid of ranks, from outside: linear layers and attention are exchanged, all else stays.
 
-The weights are drawn whole and then sliced, so every grid begins with the same model, and the parameters keep their names.
+The weights are drawn whole and then sliced, so every grid begins with the same model; parameters keep their names.
 """
 
 import torch
@@ -55,8 +55,8 @@ def token_shard(config: Config, grid: Grid) -> tuple[int, int, str]:
 class ParallelViT(ViT):
     """The ViT on one rank: it maps this rank's shard of the tokens, [B, C, *shard.shape].
 
-    Takes over the modules of `serial` and exchanges its parallel layers. Residual stream, norms, embedding and head work
-    on token shards only; no activation is ever whole on one rank.
+    Takes over the modules of `serial` and exchanges its parallel layers. Residual stream, norms, embedding and head
+    work on token shards only; no activation is ever whole on one rank.
     """
 
     def __init__(self, serial: ViT, config: Config, grid: Grid, shard: TokenShard):

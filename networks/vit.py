@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(x))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return softmax(q k / sqrt(d)) v for each head; all are [B, N, h, d], and q may have other tokens than k and v."""
+        """Return softmax(q k / sqrt(d)) v for each head, [B, N, h, d]; q may have other tokens than k and v."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # B h N d
         with attention_kernel(self.kernel):
             x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)

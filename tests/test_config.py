@@ -53,8 +53,8 @@ def test_the_command_line_wins(tmp_path):
 def test_every_field_is_a_flag_and_every_boolean_has_its_no():
     for name, field in FIELDS.items():
         if isinstance(field.default, bool):
-            assert getattr(load(f"--{name}"), name) is True
-            assert getattr(load(f"--no_{name}"), name) is False
+            for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):
+                assert getattr(load_config([flag], chapter=2)[0], name) is value
     assert load("--limit_nsamples", "None").limit_nsamples is None
     assert load("--clip_grad_norm", "0.5").clip_grad_norm == 0.5
 
@@ -161,8 +161,17 @@ def test_the_saved_configuration_repeats_the_run(tmp_path):
     assert again.with_batches(4).local_batch_size == 2
 
 
-def test_help_shows_every_flag(capsys):
+@pytest.mark.parametrize("chapter", [1, 2])
+def test_help_shows_every_flag_of_the_chapter(capsys, chapter):
     with pytest.raises(SystemExit) as stop:
-        load("--help")
+        load_config(["--help"], chapter)
     text = capsys.readouterr().out
-    assert stop.value.code == 0 and all(f"--{name}" in text for name in FIELDS)
+    assert stop.value.code == 0
+    for name, field in FIELDS.items():
+        assert (f"--{name} " in text) == (field.metadata["chapter"] <= chapter)
+
+
+def test_a_flag_of_a_later_chapter_is_refused_with_its_script():
+    with pytest.raises(ValueError, match="tensor_parallel is 2, and this script does not know it: run train_mp.py"):
+        load("--tensor_parallel", "2")
+    assert load_config(["--tensor_parallel", "2"], chapter=2)[0].tensor_parallel == 2

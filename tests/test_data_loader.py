@@ -85,7 +85,7 @@ def test_validation_is_complete_and_in_order(tiny, ranks):
 def test_layouts_and_dtypes(tmp_path, layout, dtype):
     data = fields(4, 5, 17, 32)
     write_file(tmp_path / "2000.h5", data.astype(dtype), **layout)
-    reader = FrameReader(Files.open(str(tmp_path)), [3, 0, 1], (16, 32))
+    reader = FrameReader(Files.open(str(tmp_path)), [3, 0, 1], range(16), 32)
     frame = np.empty((3, 16, 32), reader.files.dtype)
     reader.read(0, 2, frame)
     assert reader.files.dtype == (np.float16 if dtype == "float16" else np.float32)
@@ -95,7 +95,7 @@ def test_layouts_and_dtypes(tmp_path, layout, dtype):
 def test_only_the_channels_and_rows_asked_for_are_read(tmp_path, monkeypatch):
     assert _consecutive([2, 3, 4, 0, 7, 8]) == [(0, 2, 3), (3, 0, 1), (4, 7, 2)]
     write_file(tmp_path / "2000.h5", fields(4, 5, 17, 32))
-    reader, bytes_read = FrameReader(Files.open(str(tmp_path)), [1, 2], (16, 32)), []
+    reader, bytes_read = FrameReader(Files.open(str(tmp_path)), [1, 2], range(16), 32), []
     original = h5py.Dataset.read_direct
 
     def count(dataset, dest, source_sel, dest_sel):

@@ -39,7 +39,8 @@ def test_scores_against_numpy(group_of_one):
     w = np.cos(np.deg2rad(lat)) / np.cos(np.deg2rad(lat)).mean()
     w = np.broadcast_to(w[:, None], (4, 6))
 
-    scores = Scores(latitude_weights(torch.tensor(lat)), torch.tensor(climatology), persistence=[2, -1])
+    weights = latitude_weights(torch.tensor(lat))[:, None].expand(4, 6) / 24
+    scores = Scores(weights, torch.tensor(climatology), persistence=[2, -1])
     garbage = torch.full((1, 3, 4, 6), float("nan"))  # padding counts for nothing, whatever it holds
     for part in (slice(0, 3), slice(3, 5)):
         pad = 3 - (part.stop - part.start)
@@ -69,6 +70,6 @@ def test_scores_against_numpy(group_of_one):
 
 
 def test_perfect_forecast():
-    x, w = torch.randn(2, 3, 8, 16), latitude_weights(torch.linspace(80, -80, 8))
+    x, w = torch.randn(2, 3, 8, 16), latitude_weights(torch.linspace(80, -80, 8))[:, None] / (8 * 16)
     assert weighted_rmse(x, x, w).abs().max() == 0
     torch.testing.assert_close(weighted_acc(x, x, torch.zeros(3, 8, 16), w), torch.ones(2, 3))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks.vit import Attention, DropPath, ViT, check_attention
+from networks.vit import Attention, DropPath, ViT, check_attention, unpatchify
 
 
 def vit(**changes) -> ViT:
@@ -36,7 +36,7 @@ def test_patches_are_row_major_and_return_to_their_places():
     model.patch_embed.proj = torch.nn.Identity()
     tokens = model.patch_embed(x)  # 1 N 2*16
     assert torch.equal(tokens[0, 7], x[0, :, 4:8, 4:8].reshape(-1))  # second row of six patches, second column
-    assert torch.equal(model.unpatchify(tokens), x)
+    assert torch.equal(unpatchify(tokens, (16, 24), 4), x)
 
 
 def test_embedding_equals_a_strided_convolution():
@@ -91,7 +91,7 @@ def test_drop_path_drops_whole_samples_and_keeps_the_mean():
     dropped = DropPath(0.25)(torch.ones(4000, 3, 5))
     torch.testing.assert_close(dropped.unique(), torch.tensor([0.0, 1 / 0.75]))
     assert (dropped.amax((1, 2)) == dropped.amin((1, 2))).all() and abs(dropped.mean().item() - 1) < 0.05
-    first, *others = (block.drop_path for block in vit(drop_path=0.2).blocks)
+    first, *others = (block.drop_path1 for block in vit(drop_path=0.2).blocks)
     assert isinstance(first, torch.nn.Identity)
     assert [round(1 - block.keep.item(), 6) for block in others] == [0.1, 0.2]
 

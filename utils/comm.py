@@ -1,7 +1,7 @@
 """The grid of processes: data (dp), context (cp) and tensor (tp) parallel axes, and their communication groups.
 
 Every rank has a place on each axis. The group of an axis holds the ranks that differ in their place on that axis only;
-the group of two axes, such as dp-cp, those that differ on these two only. Pipeline parallelism (pp) has a name and size 1.
+the group of two axes, such as dp-cp, those that differ on these two only. Pipeline parallelism (pp) has size 1.
 """
 
 import math
@@ -43,7 +43,8 @@ class Grid:
         tp, cp, pp: sizes of these axes.
         order: the axes, the one that varies fastest first; `pp` may be left out.
 
-    Raises ValueError where the sizes do not fit the ranks (with those that do) or the order does not name each axis once.
+    Raises ValueError where the sizes do not fit the ranks (with those that do), or the order does not name each axis
+    once.
     """
 
     def __init__(self, world_size: int, rank: int, tp: int = 1, cp: int = 1, order: str = "tp-cp-dp", pp: int = 1):
@@ -55,7 +56,7 @@ class Grid:
         if world_size % (tp * cp):
             raise ValueError(
                 f"tensor_parallel {tp} x context_parallel {cp} does not divide the {world_size} rank(s) of this run: "
-                f"take tensor_parallel x context_parallel from {_factorisations(world_size)}, or another number of ranks"
+                f"take tensor_parallel x context_parallel from {_factorisations(world_size)}, or other ranks"
             )
         self.order = order if "pp" in names else f"{order}-pp"
         self.sizes = {"dp": world_size // (tp * cp), "cp": cp, "tp": tp, "pp": 1}

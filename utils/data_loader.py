@@ -141,5 +141,6 @@ class Loader:
                 if len(bad):
                     c, y, x = bad[0]
                     channel = next(first + c - start for start, first, n in reader.runs if start <= c < start + n)
-                    return f"{reader.files.paths[file]}, fields[{step}, {channel}, {reader.rows[y]}, {x}] is {frame[c, y, x]}"
+                    where = f"fields[{step}, {channel}, {reader.rows[y]}, {x}]"
+                    return f"{reader.files.paths[file]}, {where} is {frame[c, y, x]}"
         return None

@@ -24,8 +24,8 @@ def _whole(sums: Tensor) -> Tensor:
 def weighted_rmse(forecast: Tensor, target: Tensor, weights: Tensor, total: Total = _whole) -> Tensor:
     """Return the square root of the weighted mean square over space, [B, C].
 
-    `forecast` and `target` are [B, C, H, W]; `weights` [H, W] add up to 1 over the whole image. Where several ranks hold
-    parts of an image, `total` adds up their sums.
+    `forecast` and `target` are [B, C, H, W]; `weights` [H, W] add up to 1 over the whole image. Where several ranks
+    hold parts of an image, `total` adds up their sums.
     """
     return total(((forecast - target).square() * weights).sum(dim=(-2, -1))).sqrt()
 
@@ -35,7 +35,8 @@ def weighted_acc(
 ) -> Tensor:
     """Return the anomaly correlation, [B, C]: the weighted cosine of the two anomalies from `climatology` [C, H, W].
 
-    The anomalies are not centred in space (Rasp et al. 2020, WeatherBench, appendix A). The rest is as in `weighted_rmse`.
+    The anomalies are not centred in space (Rasp et al. 2020, WeatherBench, appendix A). `weights` and `total` are those
+    of `weighted_rmse`.
     """
     f, t = forecast - climatology, target - climatology
     sums = torch.stack([(a * b * weights).sum(dim=(-2, -1)) for a, b in ((f, t), (f, f), (t, t))])

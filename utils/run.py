@@ -109,7 +109,8 @@ class Run:
             *(*data.img_size, H, W, data.hours),
         )
         self.log(
-            "Batch: %d = %d a rank x %d data-parallel rank(s) x %d accumulation step(s); %d iterations an epoch, %d in all",
+            "Batch: %d = %d a pass x %d data-parallel rank(s) x %d accumulation step(s); "
+            "%d iterations an epoch, %d in all",
             *(config.global_batch_size, config.local_batch_size, data.num_shards, config.accumulation_steps),
             *(len(data.train_loader), config.num_iters),
         )

@@ -1,0 +1,105 @@
+"""One of two ranks: each mapping's forward and backward against its definition, and gradcheck of the whole system.
+
+A mapping's backward is right if the gradients of all ranks together are those of the sum of all ranks' results. So each
+is checked by finite differences of that sum, over inputs of both ranks.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from distributed import mappings
+from utils.launch import World, join
+
+rank = int(os.environ["RANK"])
+join(World(rank, 2, rank, "127.0.0.1", int(os.environ["MASTER_PORT"])))
+group, EPS = dist.group.WORLD, 1e-6
+torch.set_default_dtype(torch.float64)
+generator = torch.Generator().manual_seed(0)
+inputs = torch.randn(2, 6, 4, 8, generator=generator)  # of each rank
+weights = torch.randn(2, 8000, generator=generator)  # what each rank does with its result: not the same
+
+
+def loss(f, x, alike):
+    """The sum over all ranks of a rank's own use of its result; where all use it alike, that use once."""
+    y = f(x).flatten()
+    return (y.cos() * weights[0 if alike else rank, : y.numel()]).sum()
+
+
+def check(name, f, alike=False, shared=False, layout=lambda x: x):
+    """`alike`: all ranks do the same with the result. `shared`: all ranks give the same input."""
+    x = inputs[0 if shared else rank].clone().requires_grad_()
+    loss(f, layout(x), alike).backward()
+    place = torch.randint(x.numel(), (12,), generator=torch.Generator().manual_seed(1)).tolist()
+    for owner in (0,) if shared else (0, 1):
+        for i in place:
+            change = torch.zeros_like(x).view(-1)
+            if shared or rank == owner:
+                change[i] = EPS
+            with torch.no_grad():
+                pair = [loss(f, layout(x + s * change.view_as(x)), alike) for s in (1, -1)]
+            slope = (pair[0] - pair[1]) / (2 * EPS)
+            if not alike:
+                dist.all_reduce(slope)
+            if shared or rank == owner:
+                found = x.grad.view(-1)[i]
+                assert abs(found - slope) < 1e-7, (name, layout, i, found.item(), slope.item())
+
+
+crooked = [lambda x: x, lambda x: x.transpose(0, 2), lambda x: x[:, ::2], lambda x: x.flip(0).movedim(2, 0)]
+for layout in crooked:
+    check("copy", lambda x: mappings.copy(x, group), shared=True, layout=layout)
+    check("reduce", lambda x: mappings.reduce(x, group), alike=True, layout=layout)
+    for dim in (0, 1, 2, -1):
+        if layout(inputs[0]).shape[dim] % 2:
+            continue
+        check("gather", lambda x: mappings.gather(x, dim, group), alike=True, layout=layout)
+        check("all_gather", lambda x: mappings.all_gather(x, dim, group), layout=layout)
+        check("reduce_scatter", lambda x: mappings.reduce_scatter(x, dim, group), layout=layout)
+        for other in (0, 1, 2, -1):
+            check("all_to_all", lambda x: mappings.all_to_all(x, dim, other, group), layout=layout)
+
+# Scatter: all ranks give the same input, and each uses its chunk.
+for dim in (0, 1, 2):
+    check("scatter", lambda x: mappings.scatter(x, dim, group), shared=True)
+
+# Forwards, by their definitions.
+x, both = inputs[rank], [inputs[0], inputs[1]]
+assert torch.equal(mappings.all_gather(x, 1, group), torch.cat(both, 1))
+assert torch.equal(mappings.gather(x, 2, group), torch.cat(both, 2))
+assert torch.equal(mappings.reduce(x, group), sum(both)) and torch.equal(x, inputs[rank])
+assert torch.equal(mappings.reduce_scatter(x, 2, group), sum(both).chunk(2, 2)[rank])
+assert torch.equal(mappings.scatter(both[0], 0, group), both[0].chunk(2, 0)[rank])
+assert torch.equal(mappings.all_to_all(x, 2, 0, group), torch.cat([b.chunk(2, 2)[rank] for b in both], 0))
+
+# Gathering once more in the backward changes no gradient.
+weight, bias = torch.randn(5, 8, generator=generator), torch.randn(5, generator=generator)
+grads = []
+for linear in (
+    lambda x, w, b: torch.nn.functional.linear(mappings.all_gather(x, 1, group), w, b),
+    lambda x, w, b: mappings.gathered_linear(x, w, b, 1, group),
+):
+    leaves = [t.clone().requires_grad_() for t in (inputs[rank], weight, bias)]
+    linear(*leaves).cos().sum().backward()
+    grads.append([t.grad for t in leaves])
+for a, b in zip(*grads):
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# All of them in one graph.
+def several(x):
+    x = mappings.reduce_scatter(mappings.all_gather(mappings.copy(x, group), 1, group), 0, group)
+    x = mappings.all_to_all(mappings.gather(mappings.scatter(x, 2, group), 2, group), 1, 2, group)
+    return mappings.reduce(mappings.gathered_linear(x[..., :8], weight, bias, 1, group).sum(), group)
+
+
+if os.environ.get("COMPILE"):
+    grads = []
+    for f in (several, torch.compile(several, fullgraph=True)):
+        leaf = inputs[rank].clone().requires_grad_()
+        f(leaf).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+dist.barrier()
+dist.destroy_process_group()

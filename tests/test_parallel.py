@@ -1,0 +1,159 @@
+"""Model parallelism: the grid, shards of tokens, mappings, and every grid against one process."""
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import ROOT, clean_environment, records, run_folder, run_ranks, tiny_flags, write_data
+from utils.comm import Grid, rank_groups
+from utils.token_shard import TokenShard
+
+
+def test_groups_of_the_worked_example():
+    sizes = dict(dp=2, tp=4, cp=1, pp=1)
+    assert rank_groups(sizes, "tp-cp-dp", "tp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rank_groups(sizes, "tp-cp-dp", "dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert rank_groups(sizes, "tp-cp-dp", "tp-cp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rank_groups(sizes, "tp-cp-dp", "cp") == [[r] for r in range(8)]
+
+
+@pytest.mark.parametrize("order", ["-".join(o) for o in itertools.permutations(("dp", "tp", "cp"))])
+def test_groups_of_16_ranks_in_every_order(order):
+    sizes, stride = dict(dp=4, tp=2, cp=2), {}
+    step = 1
+    for axis in order.split("-"):
+        stride[axis], step = step, step * sizes[axis]
+    for axis in sizes:  # ranks of an axis are its stride apart, and every rank is in one group
+        groups = rank_groups(sizes, order, axis)
+        assert all(np.diff(group).tolist() == [stride[axis]] * (sizes[axis] - 1) for group in groups)
+        assert sorted(sum(groups, [])) == list(range(16))
+    for pair in ("tp-cp", "dp-cp"):
+        a, b = pair.split("-")
+        for group in rank_groups(sizes, order, pair):
+            first = group[0]
+            places = [i * stride[a] + j * stride[b] for i in range(sizes[a]) for j in range(sizes[b])]
+            assert group == sorted(first + place for place in places)
+
+
+def test_a_rank_knows_its_place():
+    grid = Grid(8, 5, tp=2, cp=2, order="cp-tp-dp")
+    assert [grid.get_size(a) for a in ("dp", "tp", "cp", "pp", "tp-cp", "dp-cp")] == [2, 2, 2, 1, 4, 4]
+    assert grid.get_ranks("cp") == [4, 5] and grid.get_ranks("tp") == [5, 7] and grid.get_ranks("dp") == [1, 5]
+    assert [grid.get_rank(a) for a in ("dp", "tp", "cp", "tp-cp")] == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (dict(world_size=3, tp=2), "does not divide the 3 rank.s. of this run: take .* from 1x1, 1x3, 3x1"),
+        (dict(world_size=4, tp=2, cp=4), "tensor_parallel 2 x context_parallel 4 does not divide"),
+        (dict(world_size=360, tp=7), "product is one of 1, 2, 3"),
+        (dict(world_size=4, order="tp-dp"), "names dp, cp and tp once each"),
+        (dict(world_size=4, order="tp-cp-cp"), "names dp, cp and tp once each"),
+        (dict(world_size=4, pp=2), "pipeline parallelism is not implemented"),
+    ],
+)
+def test_grids_that_do_not_fit(args, words):
+    with pytest.raises(ValueError, match=words):
+        Grid(rank=0, **args)
+
+
+@pytest.mark.parametrize("rows, columns, patch, shards", [(16, 32, 4, 1), (16, 32, 4, 8), (12, 28, 4, 8), (16, 40, 8, 8),
+                                                          (8, 16, 8, 5), (360, 720, 8, 7), (24, 16, 4, 16)])  # fmt: skip
+def test_shards_make_up_the_image(rows, columns, patch, shards):
+    image = torch.arange(2.0 * rows * columns).view(2, rows, columns)
+    parts = [TokenShard((rows, columns), patch, shards, i) for i in range(shards)]
+    assert sum(part.count for part in parts) == parts[0].total and len({part.length for part in parts}) == 1
+    whole = torch.zeros_like(image)
+    for part in parts:
+        shard = part.cut(image[:, part.rows.start : part.rows.stop])
+        assert shard.shape == (2, *part.shape)
+        whole += part.place(shard)
+        touched = part.place(torch.ones_like(shard)).any(0).any(1).nonzero().flatten().tolist()
+        assert touched == list(part.rows)  # the rows that it needs, and no others
+    assert torch.equal(whole, image)
+
+
+def test_a_shard_is_in_the_order_of_the_tokens():
+    part = TokenShard((4, 6), 2, 4, 1)  # 6 tokens, 2 a shard: the third of the first row, the first of the second
+    image = torch.arange(24).view(4, 6)
+    assert part.cut(image[part.rows.start : part.rows.stop]).tolist() == [[4, 5, 12, 13], [10, 11, 18, 19]]
+
+
+def test_mappings_on_two_ranks():
+    for done in run_ranks(2, [str(ROOT / "tests/mappings_worker.py")]):
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_mappings_compile_into_one_graph(monkeypatch):
+    monkeypatch.setenv("COMPILE", "1")
+    for done in run_ranks(2, [str(ROOT / "tests/mappings_worker.py")]):
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_every_grid_of_four_ranks_equals_one_process():
+    command = [sys.executable, "benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "21 runs, worst error" in done.stdout, done.stdout + done.stderr
+
+
+def train_on(ranks, tmp_path, *flags, script="train_mp.py"):
+    folder = tmp_path if (tmp_path / "train").exists() else write_data(tmp_path, train={"2001": 30, "2002": 21})
+    argv = tiny_flags(folder, "--num_iters", "20", "--warmup", "5", "--residual", *flags)
+    for done in run_ranks(ranks, [str(ROOT / script), *argv]):
+        assert done.returncode == 0, done.stderr
+    return argv
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tensor_parallel", "2", "--context_parallel", "2", "--sp_regather", "--drop_path", "0.3"],
+        ["--tensor_parallel", "2", "--no_sequence_parallel", "--clip_grad_norm", "0.1"],
+        ["--context_parallel", "2", "--cp_attention", "ulysses", "--accumulation_steps", "2"],
+    ],
+)
+def test_a_run_in_float32_follows_one_process(tmp_path, flags):
+    shared = [f for f in flags if f in ("--drop_path", "0.3", "--clip_grad_norm", "0.1")]
+    one = run_folder(train_on(1, tmp_path, *shared, "--run_num", "one", script="train.py"))
+    many = train_on(4, tmp_path, *flags)
+    many = run_folder(many, "4MP" if "--sp_regather" in flags else "2MP")
+    a, b = ([step["loss"] for step in records(folder, "step")] for folder in (one, many))
+    np.testing.assert_allclose(b, a, rtol=2e-6)
+    a, b = ([step["grad_norm"] for step in records(folder, "step")] for folder in (one, many))
+    np.testing.assert_allclose(b, a, rtol=1e-5)
+    log = (many / "out.log").read_text()
+    epochs = len(records(many, "epoch"))
+    assert log.count(" Memory usage after forward pass: ") == epochs and "Scaffolding memory high watermark: " in log
+    import matplotlib.image
+
+    pictures = [matplotlib.image.imread(folder / "pictures/ch0.png") for folder in (one, many)]
+    assert np.mean(pictures[0] != pictures[1]) < 0.01  # the whole image is drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, flags, words",
+    [
+        (3, ["--tensor_parallel", "2"], "take tensor_parallel x context_parallel from 1x1, 1x3, 3x1"),
+        (3, ["--tensor_parallel", "3"], "num_heads 4 does not divide over tensor_parallel 3: take 1, 2 or 4"),
+        (2, ["--tensor_parallel", "2", "--context_parallel", "2"], "does not divide the 2 rank(s)"),
+        (3, ["--context_parallel", "3", "--cp_attention", "ulysses"], "shares out the 4 head(s)"),
+        (2, ["--context_parallel", "2", "--noddp"], "leave --noddp out"),
+        (2, ["--tensor_parallel", "2", "--no_sequence_parallel", "--dropout", "0.1"], "needs --sequence_parallel"),
+        (2, ["--parallel_order", "tp-dp"], "names dp, cp and tp once each"),
+    ],
+)
+def test_wrong_sizes_are_one_line_on_all_ranks(tmp_path, ranks, flags, words):
+    argv = tiny_flags(write_data(tmp_path), "--global_batch_size", "6", *flags)
+    results = run_ranks(ranks, [str(ROOT / "train_mp.py"), *argv], timeout=60)
+    assert [done.returncode for done in results] == [2] * ranks
+    assert len(results[0].stderr.splitlines()) == 1 and words in results[0].stderr, results[0].stderr
+    assert not any(done.stderr for done in results[1:]) and not (tmp_path / "runs").exists()

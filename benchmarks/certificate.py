@@ -190,7 +190,7 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
             kept = trained(train_mp.main, train_mp, flags(case["grid"], image, folder), world)
             everyone = [None] * ranks
             dist.all_gather_object(everyone, errors_of(kept, references[image], *built.pop()))
-            worst, name = max((nan_first(pair) for found in everyone for pair in found))
+            worst, name = max(nan_first(pair) for found in everyone for pair in found)
             if rank == 0:
                 print(json.dumps({"grid": case["grid"], "image": image, "error": worst, "where": name}), flush=True)
         dist.destroy_process_group()

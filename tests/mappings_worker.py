@@ -1,3 +1,4 @@
+# ruff: noqa: B023 - each function is called before its loop goes on
 """One of two ranks: each mapping's forward and backward against its definition, and gradcheck of the whole system.
 
 A mapping's backward is right if the gradients of all ranks together are those of the sum of all ranks' results. So each

@@ -62,8 +62,10 @@ def test_grids_that_do_not_fit(args, words):
         Grid(rank=0, **args)
 
 
-@pytest.mark.parametrize("rows, columns, patch, shards", [(16, 32, 4, 1), (16, 32, 4, 8), (12, 28, 4, 8), (16, 40, 8, 8),
-                                                          (8, 16, 8, 5), (360, 720, 8, 7), (24, 16, 4, 16)])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, columns, patch, shards",
+    [(16, 32, 4, 1), (16, 32, 4, 8), (12, 28, 4, 8), (16, 40, 8, 8), (8, 16, 8, 5), (360, 720, 8, 7), (24, 16, 4, 16)],
+)
 def test_shards_make_up_the_image(rows, columns, patch, shards):
     image = torch.arange(2.0 * rows * columns).view(2, rows, columns)
     parts = [TokenShard((rows, columns), patch, shards, i) for i in range(shards)]

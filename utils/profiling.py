@@ -65,7 +65,8 @@ def known_device(name: str) -> str | None:
 
 def _measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    generator = torch.Generator(device)  # of its own: measuring must not move the state that dropout draws from
+    a, b = (torch.rand(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(5):
         _synchronize(device)

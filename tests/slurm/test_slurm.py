@@ -200,6 +200,13 @@ def test_sbatch_trains_on_two_ranks(slurm, data, python, tmp_path):
     check_run(tmp_path / "demo" / "2GPU" / "00")
 
 
+def test_sbatch_trains_tensor_parallel(slurm, data, python, tmp_path):
+    flags = [*data, "--tensor_parallel=2", "--expdir", tmp_path]
+    job = slurm.sbatch("-n", 2, "-o", tmp_path / "%j.out", "submit_pm_mp.sh", *flags, cwd=ROOT, env=python)
+    assert job.exit_code == 0, job.output
+    check_run(tmp_path / "demo" / "2MP" / "00")
+
+
 def test_a_wrong_config_fails_the_job(slurm, python, tmp_path):
     env = {**python, "LOGDIR": str(tmp_path)}
     job = slurm.sbatch("-n", 2, "-o", tmp_path / "%j.out", "submit_pm.sh", "--config=nonsense", cwd=ROOT, env=env)

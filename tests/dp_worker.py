@@ -3,6 +3,7 @@
 KEPT.pt gets the first step's gradients and the number of calls of `no_sync`.
 """
 
+import functools
 import sys
 
 import torch
@@ -12,13 +13,13 @@ from utils.launch import start
 
 dtype, path, *argv = sys.argv[1:]
 torch.set_default_dtype(getattr(torch, dtype))
-total_norm, kept = train.get_total_norm, []
+kept = []
 
 
 def keep(grads):
     if not kept:
         kept.extend(g.clone() for g in grads)
-    return total_norm(grads)
+    return train.get_total_norm(grads)
 
 
 def count(self):
@@ -27,7 +28,7 @@ def count(self):
     return no_sync(self)
 
 
-train.get_total_norm = keep
+train.train = functools.partial(train.train, total_norm=keep)
 calls, no_sync = 0, train.DistributedDataParallel.no_sync
 train.DistributedDataParallel.no_sync = count
 start(train.main, argv)

@@ -1,6 +1,7 @@
 """Training, end to end on small data: schedule, equality, reproducibility, records, flags that act."""
 
 import contextlib
+import functools
 import json
 import math
 
@@ -310,13 +311,13 @@ def test_ddp_flags_reach_ddp(tiny, monkeypatch):
             seen.append(kwargs)
             return model
 
-    def as_one_of_two(world, argv):
-        train.main(World(rank=0, size=2), argv)
-
     monkeypatch.setattr(train, "DistributedDataParallel", Fake)
+    monkeypatch.setattr(train.dist, "get_world_size", lambda group: 2)
     for flags in (["--bucket_cap_mb", "3", "--disable_broadcast_buffers"], [], ["--noddp"]):
-        run_here(tiny_flags(tiny, "--num_iters", "1", *flags), as_one_of_two)
+        model = torch.nn.Linear(1, 1)
+        assert train.data_parallel(model, load_config(tiny_flags(tiny, *flags))[0], group="a group") is model
     assert [(k["bucket_cap_mb"], k.get("broadcast_buffers")) for k in seen] == [(3, False), (25, None)]
+    assert all(k["process_group"] == "a group" for k in seen)
 
 
 def serial_and_parallel(tmp_path, ranks, *flags, dtype="float32", iterations="20"):
@@ -346,6 +347,7 @@ def test_ranks_follow_one_process(tmp_path, ranks, flags):
 @pytest.mark.parametrize("ranks, flags", [(2, []), (4, ["--accumulation_steps", "2"])])
 def test_gradients_in_float64_equal_the_serial_ones(tmp_path, ranks, flags):
     (one, serial), (many, parallel) = serial_and_parallel(tmp_path, ranks, *flags, dtype="float64", iterations="5")
+    assert len(serial["gradients"]) == 30  # all parameters
     for a, b in zip(serial["gradients"], parallel["gradients"], strict=True):
         assert a.dtype == torch.float64 and (a - b).abs().max() <= 1e-12 * a.abs().max()
     np.testing.assert_allclose(losses(many), losses(one), rtol=1e-12)
@@ -383,7 +385,8 @@ def test_real_era5_beats_persistence_early(tmp_path):
 
 
 def test_records_are_json_even_where_a_norm_is_not_finite(tiny, monkeypatch):
-    monkeypatch.setattr(train, "get_total_norm", lambda grads: torch.tensor(float("inf")))
+    infinite = functools.partial(train.train, total_norm=lambda grads: torch.tensor(float("inf")))
+    monkeypatch.setattr(train, "train", infinite)
     folder = run_here(tiny_flags(tiny, "--amp_mode", "fp16", "--num_iters", "2"))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line, parse_constant=pytest.fail) for line in lines) and norms(folder) == [None] * 2

@@ -125,7 +125,7 @@ def validate(model: nn.Module, data: WeatherData, config: Config) -> tuple[dict,
         with autocast(config, inp.device):
             forecast = model(inp)
         scores.update(forecast, inp, target, batch.counts.to(inp.device, non_blocking=True))
-        example = example or tuple(data.shard.whole(field[0].clone()) for field in (inp, target, forecast))
+        example = example or tuple(data.tokens.whole(field[0].clone()) for field in (inp, target, forecast))
     return scores.reduce(), example
 
 

@@ -100,7 +100,7 @@ def trained(main, module, argv: list[str], world) -> dict:
 
         original(keeping_step, model, optimizer, scaler, data, config, run, *norm)
         kept["weights"] = {n: p.detach().clone() for n, p in module_of_ranks.named_parameters()}
-        kept["model"], kept["folder"] = module_of_ranks, run.folder if run.is_main else None
+        kept["folder"] = run.folder if run.is_main else None
 
     original, module.train = train.train, keep
     try:
@@ -139,15 +139,13 @@ def serial_reference(folder: str) -> None:
     join(World())
     for image in IMAGES:
         kept = trained(train.main, train, flags({}, image, folder), World())
-        del kept["model"], kept["folder"]
+        del kept["folder"]
         torch.save(kept, f"{folder}/{image}.pt")
     dist.destroy_process_group()
 
 
 def errors_of(kept: dict, reference: dict, config, grid, shard) -> list[tuple[float, str]]:
     """Return this rank's errors, each with its name."""
-    import copy
-
     from distributed.parallelize import ParallelViT
     from networks.vit import ViT
 
@@ -158,7 +156,7 @@ def errors_of(kept: dict, reference: dict, config, grid, shard) -> list[tuple[fl
             config.depth, config.num_heads,
         )  # fmt: skip
         serial.load_state_dict(reference[kind])
-        own_slices = dict(ParallelViT(copy.deepcopy(serial), config, grid, shard).named_parameters())
+        own_slices = dict(ParallelViT(serial, config, grid, shard).named_parameters())
         for name, value in kept[kind].items():
             error = (value - own_slices[name]).abs().max() / reference[kind][name].abs().max()
             found.append((error.item(), f"{kind} {name}"))
@@ -201,7 +199,7 @@ def nan_first(pair: tuple[float, str]) -> tuple[float, str]:
     return (float("inf") if pair[0] != pair[0] else pair[0], pair[1])
 
 
-def run_world(folder: str, ranks: int, cases: list[dict], bound: float) -> list[dict]:
+def run_world(folder: str, ranks: int, cases: list[dict]) -> list[dict]:
     """Run the cases of one number of ranks; print each; stop at the first error above the bound."""
     Path(folder, f"cases{ranks}.json").write_text(json.dumps(cases))
     command = [sys.executable, __file__, "--worker", folder]
@@ -216,7 +214,7 @@ def run_world(folder: str, ranks: int, cases: list[dict], bound: float) -> list[
         for line in processes[0].stdout:
             results.append(json.loads(line))
             print(f"  {results[-1]['error']:.1e}  {label(results[-1]['grid'])}; {results[-1]['image']}", flush=True)
-            if not results[-1]["error"] <= bound:
+            if not results[-1]["error"] <= BOUND:
                 sys.exit(f"certificate: {label(results[-1]['grid'])}, {results[-1]['image']}: {results[-1]['where']}")
         if any(process.wait() for process in processes) or len(results) != sum(len(c["images"]) for c in cases):
             sys.exit(f"certificate: a rank of {ranks} ended early")
@@ -256,7 +254,7 @@ def main() -> None:
         for ranks in args.ranks:
             cases = [{"grid": grid, "images": args.images} for grid in grids(ranks)]
             print(f"{ranks} rank(s), {len(cases)} grid(s)", flush=True)
-            results += run_world(folder, ranks, cases, BOUND)
+            results += run_world(folder, ranks, cases)
     worst, count = max(results, key=lambda r: r["error"]), len({label(r["grid"]) for r in results})
     summary = (
         f"{len(results)} runs on {count} grids, worst error {worst['error']:.1e} "

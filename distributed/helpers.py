@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
+from distributed.mappings import reduce
 from utils.comm import Grid
 
 
@@ -48,8 +49,7 @@ class TensorParallelGradients:
             nn.utils.get_total_norm([g for g, s in zip(grads, self.is_sharded) if s == sharded]).square()
             for sharded in (False, True)
         )
-        dist.all_reduce(shards, group=self.group)
-        return (replicas + shards).sqrt()
+        return (replicas + reduce(shards, self.group)).sqrt()
 
 
 class GridScaler(torch.amp.GradScaler):

@@ -24,6 +24,8 @@ def check_parallel(config: Config, grid: Grid) -> None:
             f"cp_attention ulysses shares out the {heads // tp} head(s) of each rank over context_parallel {cp}: "
             f"take context_parallel {_divisors(heads // tp)}, or --cp_attention gather"
         )
+    if config.sp_regather and not config.sequence_parallel:
+        raise ValueError("sp_regather needs sequence_parallel: leave --sp_regather or --no_sequence_parallel out")
     if config.noddp and cp > 1:
         raise ValueError(
             f"noddp with context_parallel {cp}: gradients are sums over the context ranks, and DDP adds them up; "

@@ -150,6 +150,7 @@ def test_a_run_in_float32_follows_one_process(tmp_path, flags):
         (3, ["--context_parallel", "3", "--cp_attention", "ulysses"], "shares out the 4 head(s)"),
         (2, ["--context_parallel", "2", "--noddp"], "leave --noddp out"),
         (2, ["--tensor_parallel", "2", "--no_sequence_parallel", "--dropout", "0.1"], "needs --sequence_parallel"),
+        (2, ["--tensor_parallel", "2", "--no_sequence_parallel", "--sp_regather"], "needs sequence_parallel"),
         (2, ["--parallel_order", "tp-dp"], "names dp, cp and tp once each"),
     ],
 )

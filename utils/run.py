@@ -123,7 +123,7 @@ class Run:
             self.log("Peak of one device for MFU: %.4g TFLOP/s (%s)", self.peak / 1e12, self.peak_source)
 
     def log_memory(self, model: nn.Module) -> None:
-        """Log the memory in use now, and after the first forward pass of each epoch."""
+        """Log the highest memory in use so far, and that in use after the first forward pass of each epoch."""
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
         self.forward_seen = -1
 

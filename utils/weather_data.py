@@ -16,7 +16,7 @@ class WeatherData:
     """The training and validation sets of a configuration, for one of `num_shards` data-parallel ranks.
 
     Args:
-        shard: which tokens of each image this rank holds; all of them by default.
+        tokens: which tokens of each image this rank holds; all of them by default.
         group: the data-parallel ranks; all ranks by default.
 
     Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`), the statistics,
@@ -29,11 +29,11 @@ class WeatherData:
         device: torch.device = torch.device("cpu"),
         num_shards: int = 1,
         shard_id: int = 0,
-        shard: TokenShard | None = None,
+        tokens: TokenShard | None = None,
         group: dist.ProcessGroup | None = None,
     ):
         self.config, self.device, self.num_shards, self.shard_id = config, device, num_shards, shard_id
-        self.shard, self.group = shard or TokenShard(config.img_size, config.patch_size), group
+        self.tokens, self.group = tokens or TokenShard(config.img_size, config.patch_size), group
         self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
         self.valid_files = Files.open(config.valid_data_path, "check --data_dir or --valid_data_path")
         self.valid_files.check_same(self.train_files, "training and validation files must agree")
@@ -102,7 +102,7 @@ class WeatherData:
 
     def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
         config = self.config
-        rows, columns = self.shard.rows, self.img_size[1]
+        rows, columns = self.tokens.rows, self.img_size[1]
         readers = (FrameReader(files, channels, rows, columns) for channels in (self.inputs, self.outputs))
         return Loader(
             PairDataset(*readers, pairs, config.dt),
@@ -127,7 +127,7 @@ class WeatherData:
         They travel as they are stored (float16 as float16) and arrive in the default dtype.
         """
         pairs = ((batch.inp, *self.inp_stats), (batch.target, *self.target_stats))
-        return tuple((self.shard.cut(raw.to(self.device, non_blocking=True)) - mean) / std for raw, mean, std in pairs)
+        return tuple((self.tokens.cut(raw.to(self.device, non_blocking=True)) - mean) / std for raw, mean, std in pairs)
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
@@ -138,6 +138,6 @@ class WeatherData:
         """Return empty sums of the validation metrics."""
         H, W = self.img_size
         weights = latitude_weights(self._tensor(self.latitude))[:, None].expand(H, W) / (H * W)
-        rows = slice(self.shard.rows.start, self.shard.rows.stop)
-        weights, climatology = (self.shard.cut(x[..., rows, :]) for x in (weights, self._tensor(self.climatology)))
-        return Scores(weights, climatology, self.origins, self.shard.sum, self.group)
+        rows = slice(self.tokens.rows.start, self.tokens.rows.stop)
+        weights, climatology = (self.tokens.cut(x[..., rows, :]) for x in (weights, self._tensor(self.climatology)))
+        return Scores(weights, climatology, self.origins, self.tokens.sum, self.group)

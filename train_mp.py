@@ -9,6 +9,7 @@ The loop, the validation and the model are those of train.py.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -25,6 +26,21 @@ from utils.loss import relative_l2
 from utils.run import Run
 from utils.token_shard import TokenShard
 from utils.weather_data import WeatherData
+
+
+def make_step(grid: Grid, shard: TokenShard, gradients: TensorParallelGradients) -> Callable[..., Tensor]:
+    """Return the step of chapter 1 with what a parallel model adds to it."""
+    # A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
+    distance = partial(relative_l2, total=partial(reduce, group=shard.group))
+
+    def step(model: nn.Module, inp: Tensor, target: Tensor, *rest) -> Tensor:
+        """Fill the gradients: means over dp, sums over cp, and over tp where its ranks hold replicas."""
+        # DDP divides by dp x cp, and the gradients are to be divided by dp only.
+        loss = forward_backward(model, inp, target, *rest, distance, gradient_factor=grid.get_size("cp"))
+        gradients.sync()
+        return loss
+
+    return step
 
 
 def main(world: World, argv: list[str]) -> None:
@@ -46,16 +62,7 @@ def main(world: World, argv: list[str]) -> None:
     optimizer = build_optimizer(model, config)
     scaler = GridScaler(device.type, config.amp_mode == "fp16", grid.get_group("tp-cp"))
     gradients = TensorParallelGradients(model, grid, axes == "tp-cp")
-    # A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
-    distance = partial(relative_l2, total=partial(reduce, group=shard.group))
-
-    def step(model: nn.Module, inp: Tensor, target: Tensor, *rest) -> Tensor:
-        """Fill the gradients: means over dp, sums over cp, and over tp where its ranks hold replicas."""
-        # DDP divides by dp x cp, and the gradients are to be divided by dp only.
-        loss = forward_backward(model, inp, target, *rest, distance, gradient_factor=grid.get_size("cp"))
-        gradients.sync()
-        return loss
-
+    step = make_step(grid, shard, gradients)
     with Run(config, world, device, data, serial.flops(), f"{grid.get_size('tp-cp')}MP") as run:
         run.describe(model, remarks)
         run.log_memory(model)

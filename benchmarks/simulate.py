@@ -1,0 +1,203 @@
+"""What would rank 0 of a large grid hold and send? One step of train_mp.py, on tensors that have a shape and no data.
+
+    python benchmarks/simulate.py [--json FILE]                      the grids of the README, on the section mp
+    python benchmarks/simulate.py --dp 16 --config=mp_patch4 --local_batch_size=2 --tensor_parallel=8      yours
+
+PyTorch's fake tensors and its fake process group run the model, the loss, the backward pass and the optimiser of rank 0
+without memory, computation or other ranks. A tracker adds up the memory by part, a counter the collectives by group.
+Gradients go over dp-cp inside DistributedDataParallel, which fake tensors cannot enter: theirs are added by formula.
+"""
+
+import argparse
+import collections
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distributed.helpers import TensorParallelGradients
+from distributed.parallelize import ParallelViT, check_parallel, token_shard
+from networks.vit import ViT
+from train import build_optimizer
+from train_mp import make_step
+from utils.comm import GROUPS, Grid
+from utils.config import Config, load_config
+from utils.token_shard import TokenShard
+
+MP = ("--config=mp", "--local_batch_size=1")
+TP4, CP4 = "--tensor_parallel=4", "--context_parallel=4"
+# name: data parallel size, flags
+GRIDS = {
+    "one rank": (1, MP),
+    "tp 4, plain": (1, (*MP, TP4, "--no_sequence_parallel")),
+    "tp 4": (1, (*MP, TP4)),
+    "tp 4, re-gather": (1, (*MP, TP4, "--sp_regather")),
+    "cp 4": (1, (*MP, CP4)),
+    "cp 4, ulysses": (1, (*MP, CP4, "--cp_attention=ulysses")),
+    "dp 64 x tp 4 x cp 4": (64, (*MP, TP4, CP4)),
+}
+MB = 1e6
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the collectives that run inside it, and their bytes, by group and kind.
+
+    `count` and `bytes` have keys such as ("tp", "all_reduce"). The bytes of a collective are those of its largest
+    tensor: what is reduced, what is gathered, what is exchanged.
+    """
+
+    KINDS = {
+        "allreduce_": "all_reduce",
+        "_allgather_base_": "all_gather",
+        "_reduce_scatter_base_": "reduce_scatter",
+        "alltoall_base_": "all_to_all",
+    }
+
+    def __init__(self, grid: Grid):
+        super().__init__()
+        self.axes = {grid.get_group(axes).group_name: axes for axes in reversed(GROUPS)}
+        self.count, self.bytes = collections.Counter(), collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            kind = self.KINDS[func.__name__.split(".")[0]]  # another kind is a KeyError: nothing goes uncounted
+            leaves = tree_leaves(args)
+            group = next(dist.ProcessGroup.unbox(x) for x in leaves if isinstance(x, torch.ScriptObject))
+            key = (self.axes[group.group_name], kind)
+            self.count[key] += 1
+            self.bytes[key] += max(x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def join_fake(ranks: int) -> None:
+    """Be rank 0 of `ranks`; collectives return at once and move nothing."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+
+
+def simulate(dp: int, argv: Sequence[str]) -> dict:
+    """Return what rank 0 holds and sends in a step of a run with these flags and `dp` copies of the model.
+
+    Keys: ranks, parameters, tokens, peak; after_forward, bytes in use by part; count and bytes of collectives, by
+    group and kind; sent, bytes by group.
+    """
+    config, _ = load_config(list(argv), chapter=2)
+    join_fake(dp * config.tensor_parallel * config.context_parallel)
+    try:
+        grid = Grid(dist.get_world_size(), 0, config.tensor_parallel, config.context_parallel, config.parallel_order)
+        check_parallel(config, grid)
+        config = config.with_batches(dp)
+        grid.create_groups()
+        # Weights have no values here, and drawing them looks at values.
+        with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("torch.nn.init.trunc_normal_"):
+            return step_of(config, grid)
+    finally:
+        dist.destroy_process_group()
+
+
+def step_of(config: Config, grid: Grid) -> dict:
+    """Run two steps and return what `simulate` returns."""
+    shards, index, axes = token_shard(config, grid)
+    shard = TokenShard(config.img_size, config.patch_size, shards, index, grid.get_group(axes))
+    channels = config.n_in_channels, config.n_out_channels
+    serial = ViT(config.img_size, config.patch_size, *channels, config.embed_dim, config.depth, config.num_heads)
+    model = ParallelViT(serial, config, grid, shard)
+    batch = [torch.zeros(config.local_batch_size, c, *shard.shape) for c in channels]
+    optimizer = build_optimizer(model, config)
+    step = make_step(grid, shard, gradients := TensorParallelGradients(model, grid, axes == "tp-cp"))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
+    tracker.track_external(model, optimizer, *batch)
+    model.register_forward_hook(lambda *_: after_forward.update(parts_of(tracker, "current")))
+    with tracker, counter:
+        for _ in range(2):  # in the second step the optimiser has its state
+            tracker.reset_mod_stats(), counter.count.clear(), counter.bytes.clear()
+            step(model, *batch, scaler, config)
+            gradients.norm([p.grad for p in model.parameters()])
+            optimizer.step()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if grid.get_size("dp-cp") > 1:
+        counter.bytes["dp-cp", "all_reduce"] += size  # in buckets
+    peak = parts_of(tracker, "peak")
+    return {
+        "ranks": dist.get_world_size(),
+        "parameters": size // 4,
+        "tokens": shard.length,
+        "peak": sum(peak.values()),
+        "after_forward": after_forward,
+        "count": {f"{group} {kind}": n for (group, kind), n in sorted(counter.count.items())},
+        "bytes": {f"{group} {kind}": n for (group, kind), n in sorted(counter.bytes.items())},
+        "sent": {
+            group: sum(sent(kind, n, grid.get_size(group)) for (g, kind), n in counter.bytes.items() if g == group)
+            for group in GROUPS
+        },
+    }
+
+
+def sent(kind: str, size: int, ranks: int) -> float:
+    """Return the bytes that each of `ranks` ranks sends for collectives of `size` bytes, with ring algorithms."""
+    return (2 if kind == "all_reduce" else 1) * size * (ranks - 1) / ranks
+
+
+def parts_of(tracker: MemTracker, when: str) -> dict[str, int]:
+    """Return the bytes in use by part: parameters, gradients, optimiser state, activations and so on."""
+    (snapshot,) = tracker.get_tracker_snapshot(when).values()
+    return {str(getattr(k, "value", k)): v for k, v in snapshot.items() if str(k) != "Total"}
+
+
+def table(results: dict[str, dict]) -> str:
+    """Return what rank 0 of each grid holds, and sends in a step, in MB (1e6 bytes)."""
+    lines = [
+        "| grid | tokens | parameters | weights | optimiser | activations | peak | over tp | over cp | over dp-cp |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, r in results.items():
+        parts = r["after_forward"]
+        held = [4 * r["parameters"], parts["Optstate"], parts["Activation"], r["peak"]]
+        figures = " | ".join(f"{n / MB:,.0f}" for n in (*held, *(r["sent"][axes] for axes in ("tp", "cp", "dp-cp"))))
+        lines.append(f"| {name} | {r['tokens']:,} | {r['parameters'] / 1e6:.1f} million | {figures} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--dp", type=int, default=1, help="copies of the model")
+    args, flags = parser.parse_known_args()
+    grids = {f"dp {args.dp} {' '.join(flags)}": (args.dp, flags)} if flags else GRIDS
+    try:
+        results = {name: simulate(dp, argv) for name, (dp, argv) in grids.items()}
+    except ValueError as error:
+        sys.exit(f"simulate.py: {error}")
+    print(table(results))
+    if args.json:
+        figures = {f"{name}: peak": r["peak"] for name, r in results.items()}
+        if not flags:
+            held = {name: r["after_forward"]["Activation"] for name, r in results.items()}
+            figures["activations_tp4_over_tp1"] = held["tp 4"] / held["one rank"]
+        record = {
+            "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "command": " ".join(["python", *sys.argv]),
+            "figures": figures,
+            "spread": {name: [value, value] for name, value in figures.items()},
+            "grids": results,
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/installed
 endif
 
-.PHONY: help demo test lint format readme figures benchmark certificate clean
+.PHONY: help demo test lint format readme figures benchmark certificate mutations simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -4
@@ -54,9 +54,17 @@ figures: demo
 benchmark: data/demo
 	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json
 
-# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about nine minutes on 2 cores.
+# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 13 minutes on 2 cores.
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
+
+# Is the certificate worth something? Removes or doubles every reduction, one at a time: about 15 minutes.
+mutations: $(READY)
+	$(PYTHON) tests/mutations.py
+
+# What large grids hold and send, computed on this machine: the README's table.
+simulate: $(READY)
+	$(PYTHON) benchmarks/simulate.py --json benchmarks/results/simulate.json
 
 clean:
 	rm -rf .venv data runs .pytest_cache .ruff_cache

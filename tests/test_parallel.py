@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import ROOT, clean_environment, records, run_folder, run_ranks, tiny_flags, write_data
+from tests.mutations import MUTATIONS
 from utils.comm import Grid, rank_groups
 from utils.token_shard import TokenShard
 
@@ -100,9 +101,15 @@ def test_mappings_compile_into_one_graph(monkeypatch):
 
 @pytest.mark.slow
 def test_every_grid_of_four_ranks_equals_one_process():
+    """In float64; and four of them in float32, bf16, fp16 with an overflow, compiled, with dropout and so on."""
     command = [sys.executable, "benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens"]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "21 runs on 21 grids, worst error" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "50 runs on 21 grids." in done.stdout, done.stdout + done.stderr
+
+
+def test_the_mutations_change_one_place_each():
+    for file, old, new, meaning in MUTATIONS:
+        assert (ROOT / file).read_text().count(old) == 1 and new != old, meaning
 
 
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):

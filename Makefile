@@ -47,8 +47,9 @@ format: $(READY)
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py
 
-# The README's picture: what `make demo` drew last.
+# The README's pictures: what `make demo` drew last, the grid, the mappings.
 figures: demo
+	$(PYTHON) docs/figures/draw.py
 	cp runs/demo/1GPU/00/pictures/vor_upper.png docs/figures/demo_forecast.png
 
 benchmark: data/demo

@@ -85,6 +85,22 @@ def test_the_notebook_opens_and_its_code_is_valid():
             assert cell["outputs"] == []
 
 
+def test_the_notebook_of_the_grid_runs(tmp_path):
+    """Cell by cell; what a cell shows is its last expression."""
+    cells = json.loads((ROOT / "utils/check_rank_generator.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    program = (
+        "\n".join(sources).replace("%matplotlib inline\n", "").replace("\ngrid_figure(", "\nfigure = grid_figure(")
+    )
+    save = f"\nfigure.savefig({str(tmp_path / 'grid.png')!r})"
+    command = [sys.executable, "-c", program + save]
+    done = subprocess.run(command, cwd=ROOT / "utils", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "tp     [[0, 1, 2, 3], [4, 5, 6, 7]]" in done.stdout and "take tensor_parallel" in done.stdout
+    assert (tmp_path / "grid.png").stat().st_size > 10000
+
+
 def test_what_the_readme_names_exists():
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):

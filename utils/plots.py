@@ -1,8 +1,22 @@
-"""Pictures of forecasts: plain latitude/longitude maps, with units."""
+"""Pictures: forecasts as plain latitude/longitude maps, with units; the grid of ranks."""
 
+from collections.abc import Mapping
+
+import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from utils.comm import rank_groups
+
+MEANING = {
+    "tp": "ranks that share the weights of a layer",
+    "cp": "ranks that share the tokens of an image",
+    "dp": "ranks with other samples",
+    "tp-cp": "ranks that hold one copy of the model",
+    "dp-cp": "ranks whose gradients are averaged",
+}
 
 
 def forecast_figure(
@@ -56,6 +70,34 @@ def _edges(centres: np.ndarray) -> tuple[float, float]:
     """Return the outer edges of evenly spaced cells, in increasing order."""
     half = abs(centres[-1] - centres[0]) / max(len(centres) - 1, 1) / 2
     return float(centres.min() - half), float(centres.max() + half)
+
+
+def grid_figure(sizes: Mapping[str, int], order: str, ranks_per_node: int = 4) -> Figure:
+    """Draw which ranks talk to each other: a panel for each kind of group, a row for each node, a colour for a group.
+
+    Args:
+        sizes: of the axes dp, cp and tp.
+        order: the axes, the one that varies fastest first, such as `tp-cp-dp`.
+    """
+    colours = matplotlib.colormaps["tab20"].colors
+    nodes = -(-sizes["dp"] * sizes["cp"] * sizes["tp"] // ranks_per_node)
+    figure = Figure(figsize=(3.2 * len(MEANING), 1.2 + 0.65 * nodes), layout="constrained")
+    for axes, (name, meaning) in zip(figure.subplots(1, len(MEANING)), MEANING.items()):
+        groups = rank_groups(sizes, order, name)
+        for i, ranks in enumerate(groups):
+            for rank in ranks:
+                node, place = divmod(rank, ranks_per_node)
+                corner = (place + 0.12, node + 0.15)
+                axes.add_patch(FancyBboxPatch(corner, 0.76, 0.7, "round,pad=0.05", color=colours[i % len(colours)]))
+                axes.text(place + 0.5, node + 0.5, str(rank), ha="center", va="center")
+        axes.set(xlim=(0, ranks_per_node), ylim=(nodes, 0), xticks=[], yticks=np.arange(nodes) + 0.5)
+        axes.set_yticklabels([f"node {node}" for node in range(nodes)] if name == "tp" else [])
+        axes.set_title(f"{name}: {len(groups)} group(s) of {len(groups[0])}\n{meaning}", fontsize=9)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    size = " x ".join(f"{axis} {sizes[axis]}" for axis in ("dp", "cp", "tp"))
+    figure.suptitle(f"{size}, --parallel_order={order}: ranks of one colour form a group", fontsize=10)
+    return figure
 
 
 def render(figure: Figure) -> np.ndarray:

@@ -48,6 +48,8 @@ GRIDS = {
     "cp 4": (1, (*MP, CP4)),
     "cp 4, ulysses": (1, (*MP, CP4, "--cp_attention=ulysses")),
     "dp 64 x tp 4 x cp 4": (64, (*MP, TP4, CP4)),
+    "one rank, 16 samples": (1, (*MP[:1], "--local_batch_size=16")),
+    "tp 4, 16 samples": (1, (*MP[:1], "--local_batch_size=16", TP4)),
 }
 MB = 1e6
 

@@ -101,6 +101,20 @@ def test_the_notebook_of_the_grid_runs(tmp_path):
     assert (tmp_path / "grid.png").stat().st_size > 10000
 
 
+def test_the_readme_has_the_figures_of_the_records():
+    from benchmarks.simulate import table
+
+    text, results = (ROOT / "README.md").read_text(), ROOT / "benchmarks/results"
+    simulated = json.loads((results / "simulate.json").read_text())
+    assert table(simulated["grids"]) in text
+    assert simulated["figures"]["activations_tp4_over_tp1"] < 0.36
+    certified = json.loads((results / "certificate.json").read_text())["figures"]
+    assert f"trains {certified['grids']} grids" in text and f"is {certified['worst_float64']:.1e};" in " ".join(
+        text.split()
+    )
+    assert certified["worst_float64"] < 1e-12 and certified["worst_float32"] < 2e-6
+
+
 def test_what_the_readme_names_exists():
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):

@@ -1,5 +1,7 @@
 """The loader: which samples, in which order, on which rank, with which values."""
 
+from pathlib import Path
+
 import h5py
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from tests.helpers import STEP, fields, tiny_flags, write_data, write_file
 from utils.config import load_config
 from utils.data_loader import epoch_order, shard
 from utils.era5 import ERA5_CHANNELS, Files, FrameReader, _consecutive, channel_indices, check_crop, load_stats
+from utils.token_shard import TokenShard
 from utils.weather_data import WeatherData
 
 
@@ -105,6 +108,30 @@ def test_only_the_channels_and_rows_asked_for_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(h5py.Dataset, "read_direct", count)
     reader.read(0, 0, np.empty((2, 16, 32), np.float32))
     assert bytes_read == [2 * 16 * 32 * 4]
+
+
+def bytes_read_by_this_process():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count the bytes that are read")
+@pytest.mark.parametrize(
+    "shards, patch_rows", [(1, [8]), (4, [2, 2, 2, 2]), (7, [2, 2, 2, 2, 2, 3, 1]), (72, [1] * 64 + [0] * 8)]
+)
+def test_a_rank_reads_the_patch_rows_of_its_tokens_and_no_more(tmp_path, shards, patch_rows):
+    """Counted by the operating system: 8 x 16 patches of 8 points, 4 KB a row of patches and channel."""
+    write_file(tmp_path / "2000.h5", fields(2, 3, 64, 128))
+    files = Files.open(str(tmp_path))
+    for i, count in enumerate(patch_rows):
+        shard = TokenShard((64, 128), 8, shards, i)
+        reader = FrameReader(files, [0, 2], shard.rows, 128)
+        frame = np.empty((2, len(shard.rows), 128), np.float32)
+        reader.read(0, 0, frame)  # opens the file
+        before = bytes_read_by_this_process()
+        nothing = bytes_read_by_this_process() - before
+        before = bytes_read_by_this_process()
+        reader.read(0, 1, frame)
+        assert bytes_read_by_this_process() - before - nothing == frame.nbytes == count * 2 * 8 * 128 * 4
 
 
 def test_workers_read_the_same_batches(tiny):

@@ -1,4 +1,4 @@
-"""What does each flag of chapter 1 buy? Samples per second of train.py with one flag changed, over those without.
+"""What does each flag buy? Samples per second of train.py with one flag changed, over those without.
 
     python benchmarks/flags.py --json benchmarks/results/flags.json [any flag of train.py, for all runs]
 
@@ -18,30 +18,44 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS, ITERATIONS, EPOCHS = 3, 9, 2
-# name: (flags, ranks, share of the iterations: what is very slow here gets fewer)
+
+
+class Variant(NamedTuple):
+    """What differs from the baseline; `share` of the iterations is less than 1 for what is very slow."""
+
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    share: float = 1.0
+    script: str = "train.py"
+
+
 VARIANTS = {
-    "num_data_workers 1": (["--num_data_workers", "1"], 1, 1.0),
-    "no_enable_fused": (["--no_enable_fused"], 1, 1.0),
-    "enable_jit": (["--enable_jit"], 1, 1.0),
-    "amp_mode bf16": (["--amp_mode", "bf16"], 1, 1.0),
-    "amp_mode fp16": (["--amp_mode", "fp16"], 1, 1 / 9),
-    "attention math": (["--attention", "math"], 1, 1.0),
-    "accumulation_steps 4": (["--accumulation_steps", "4"], 1, 1.0),
-    "2 ranks": ([], 2, 1.0),
-    "2 ranks, bucket_cap_mb 1": (["--bucket_cap_mb", "1"], 2, 1.0),
-    "2 ranks, noddp": (["--noddp"], 2, 1.0),
+    "num_data_workers 1": Variant(("--num_data_workers", "1")),
+    "no_enable_fused": Variant(("--no_enable_fused",)),
+    "enable_jit": Variant(("--enable_jit",)),
+    "amp_mode bf16": Variant(("--amp_mode", "bf16")),
+    "amp_mode fp16": Variant(("--amp_mode", "fp16"), share=1 / 9),
+    "attention math": Variant(("--attention", "math")),
+    "accumulation_steps 4": Variant(("--accumulation_steps", "4")),
+    "train_mp.py, one rank": Variant(script="train_mp.py"),
+    "2 ranks": Variant(ranks=2),
+    "2 ranks, bucket_cap_mb 1": Variant(("--bucket_cap_mb", "1"), 2),
+    "2 ranks, noddp": Variant(("--noddp",), 2),
+    "2 ranks, tensor_parallel 2": Variant(("--tensor_parallel", "2"), 2, script="train_mp.py"),
+    "2 ranks, context_parallel 2": Variant(("--context_parallel", "2"), 2, script="train_mp.py"),
 }
 
 
-def run(flags: list[str], ranks: int, iterations: int) -> tuple[float, list[float]]:
+def run(script: str, flags: list[str], ranks: int, iterations: int) -> tuple[float, list[float]]:
     """Train in a process of its own; return samples per second, and the losses."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = command if ranks > 1 else [sys.executable]
-        command += ["train.py", *flags, "--expdir", folder, "--num_iters", str(EPOCHS * iterations)]
+        command += [script, *flags, "--expdir", folder, "--num_iters", str(EPOCHS * iterations)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:  # this machine cannot do it: the other figures still count
             print(f"  {' '.join(flags)}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -74,24 +88,24 @@ def main() -> None:
     base = more if any(flag.startswith("--config") for flag in more) else ["--config=demo", *more]
     batch = load_config(base)[0].with_batches(1).global_batch_size
 
-    def measure(name: str, flags: list[str], ranks: int, share: float) -> tuple[float, list[float]]:
-        iterations = max(round(ITERATIONS * share), 1)
+    def measure(name: str, variant: Variant) -> tuple[float, list[float]]:
+        iterations = max(round(ITERATIONS * variant.share), 1)
         limits = ["--limit_nsamples", str(iterations * batch), "--limit_nsamples_val", "16"]
-        speed, losses = run([*base, *limits, *flags], ranks, iterations)
+        speed, losses = run(variant.script, [*base, *limits, *variant.flags], variant.ranks, iterations)
         print(f"{name:28s} {speed:9.1f} samples/s", flush=True)
         return speed, losses
 
     baselines, changes = [], {}
     ratios: dict[str, list[float]] = {name: [] for name in ("the same again", *VARIANTS)}
     for _ in range(REPEATS):
-        before, losses = measure("baseline", [], 1, 1.0)
+        before, losses = measure("baseline", Variant())
         for first in range(0, len(VARIANTS), 2):
             pair = list(VARIANTS.items())[first : first + 2]
-            speeds = {name: measure(name, *variant) for name, variant in pair}
-            after, _ = measure("baseline", [], 1, 1.0)
+            speeds = {name: measure(name, variant) for name, variant in pair}
+            after, _ = measure("baseline", Variant())
             for name, (speed, curve) in speeds.items():
                 ratios[name].append(2 * speed / (before + after))
-                if VARIANTS[name][2] == 1:
+                if VARIANTS[name].share == 1:
                     changes[name] = max((abs(a - b) / b for a, b in zip(curve, losses)), default=math.nan)
             ratios["the same again"].append(after / before)
             baselines.append(before)

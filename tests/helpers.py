@@ -113,8 +113,8 @@ def tiny_flags(folder: Path, *flags: str) -> list[str]:
     return [*here, *flags]
 
 
-def run_here(argv: list[str], main=None) -> Path:
-    """Run train.py's main in this process, a group of one, and return the run's folder."""
+def run_here(argv: list[str], main=None, name: str = "1GPU") -> Path:
+    """Run a chapter's main, by default train.py's, in this process, a group of one; return the run's folder."""
     import train
     from utils.launch import World, join
 
@@ -123,7 +123,7 @@ def run_here(argv: list[str], main=None) -> Path:
         (main or train.main)(World(), argv)
     finally:
         dist.destroy_process_group()
-    return run_folder(argv)
+    return run_folder(argv, name)
 
 
 def run_folder(argv: list[str], name: str = "1GPU") -> Path:

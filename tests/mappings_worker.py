@@ -65,6 +65,18 @@ for layout in crooked:
 for dim in (0, 1, 2):
     check("scatter", lambda x: mappings.scatter(x, dim, group), shared=True)
 
+# Functions of which every rank computes the same from the same input: torch's own gradcheck can be run on them.
+mine = weights[rank, :64].view(4, 4, 4)
+start = torch.randn(4, 4, 4, generator=generator).requires_grad_()
+for function in (
+    lambda x: mappings.reduce(mappings.copy(x, group).sin() * mine, group),
+    lambda x: mappings.gather(mappings.scatter(x, 1, group).sin(), 1, group),
+    lambda x: mappings.reduce(mappings.all_gather(mappings.scatter(x, 0, group), 0, group).sin() * mine, group),
+    lambda x: mappings.gather(mappings.reduce_scatter(mappings.copy(x, group).sin() * mine, 2, group), 2, group),
+    lambda x: mappings.gather(mappings.all_to_all(mappings.scatter(x, 0, group), 1, 0, group).sin(), 1, group),
+):
+    assert torch.autograd.gradcheck(function, (start,))
+
 # Forwards, by their definitions.
 x, both = inputs[rank], [inputs[0], inputs[1]]
 assert torch.equal(mappings.all_gather(x, 1, group), torch.cat(both, 1))

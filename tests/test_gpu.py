@@ -5,6 +5,9 @@ import pytest
 import torch
 
 import train
+import train_mp
+from distributed import mappings
+from distributed.helpers import GridScaler
 from networks.vit import ATTENTION, check_attention
 from tests.helpers import records, run_here, tiny_flags
 from utils.device import allow_tf32
@@ -133,3 +136,70 @@ def test_nccl_on_one_rank():
         assert dist.get_backend_config().count("nccl") == 1 and x.cpu().equal(y)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mappings_run_on_nccl(device, dtype):
+    """On one rank every collective is the identity; what is tried is that NCCL takes these calls and dtypes."""
+    import torch.distributed as dist
+
+    join(World())
+    try:
+        group = dist.group.WORLD
+        for mapping, arguments in [
+            (mappings._Copy, ()),
+            (mappings._Reduce, ()),
+            (mappings._Scatter, (1,)),
+            (mappings._Gather, (1,)),
+            (mappings._AllGather, (1,)),
+            (mappings._ReduceScatter, (1,)),
+            (mappings._AllToAll, (2, 1)),
+        ]:
+            x = torch.randn(2, 4, 8, device=device).to(dtype).transpose(0, 1).requires_grad_()
+            y = mapping.apply(x, *arguments, group)
+            grad = torch.randn_like(y)
+            y.backward(grad)
+            assert torch.equal(y, x) and torch.equal(x.grad, grad), mapping
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_scaler_shares_an_overflow_on_nccl(device, fused):
+    import torch.distributed as dist
+
+    join(World())
+    try:
+        weight = torch.nn.Parameter(torch.ones(4, device=device))
+        optimizer = torch.optim.Adam([weight], lr=0.1, fused=fused)
+        scaler = GridScaler("cuda", True, dist.group.WORLD)
+        for factor, steps in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
+            weight.grad = None
+            scaler.scale((weight * factor).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            taken = (1 - weight[0].item()) / 0.1
+            assert abs(taken - steps) < 1e-3
+        assert scaler.get_scale() == 2.0**15
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--amp_mode", "bf16"],
+        ["--amp_mode", "fp16", "--enable_fused", "--clip_grad_norm", "1"],
+        ["--amp_mode", "bf16", "--enable_jit"],
+        ["--drop_path", "0.2", "--accumulation_steps", "2"],
+    ],
+)
+def test_chapter_2_on_one_rank_is_chapter_1(tiny, flags):
+    first = losses(run_here(on_gpu(tiny, *flags)))
+    second = losses(run_here(on_gpu(tiny, *flags), train_mp.main, "1MP"))
+    if "--drop_path" in flags:  # the masks are drawn by another generator
+        assert np.isfinite(second).all()
+    else:
+        np.testing.assert_allclose(second, first, rtol=1e-5 if flags == [] else 1e-3)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import ROOT, clean_environment, records, run_folder, run_ranks, tiny_flags, write_data
+import train_mp
+from tests.helpers import ROOT, clean_environment, records, run_folder, run_here, run_ranks, tiny_flags, write_data
 from tests.mutations import MUTATIONS
 from utils.comm import Grid, rank_groups
 from utils.token_shard import TokenShard
@@ -97,6 +98,18 @@ def test_mappings_compile_into_one_graph(monkeypatch):
     monkeypatch.setenv("COMPILE", "1")
     for done in run_ranks(2, [str(ROOT / "tests/mappings_worker.py")]):
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("flags", [[], ["--amp_mode", "bf16"], ["--drop_path", "0.3", "--accumulation_steps", "2"]])
+def test_chapter_2_on_one_rank_is_chapter_1(tiny, flags):
+    """Bit for bit: the same loop, the same draws. Only the squares of the norm are added in another order."""
+    argv = tiny_flags(tiny, *flags)
+    first, second = run_here(argv), run_here(argv, train_mp.main, "1MP")
+    for event, keys in (("step", ("loss",)), ("epoch", ("valid_loss", "valid_rmse", "persistence_rmse"))):
+        a, b = ([[line[key] for key in keys] for line in records(folder, event)] for folder in (first, second))
+        assert a == b and a
+    a, b = ([line["grad_norm"] for line in records(folder, "step")] for folder in (first, second))
+    np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Is the parallel model the same model? Every grid of 1, 2, 4 and 8 ranks against one process, in float64.
 
-    python benchmarks/certificate.py --json FILE [--report FILE.md] [--ranks 1 2 4 8] [--images "10 tokens" ...]
+    python benchmarks/certificate.py --json FILE [--report FILE.md] [--ranks 1 2 4 7 8 16] [--images "10 tokens" ...]
                                      [--modes float64 float32 ...]
 
 Each grid trains with train_mp.py's own main on small files and is compared with train.py in float64: the loss, every
@@ -27,7 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 # name: rows, columns, patch size. Over 8 shards, 21 and 10 tokens leave ranks that hold padding only.
-IMAGES = {"32 tokens": (16, 32, 4), "21 tokens": (12, 28, 4), "16 tokens": (16, 64, 8), "10 tokens": (16, 40, 8)}
+IMAGES = {
+    "32 tokens": (16, 32, 4), "21 tokens": (12, 28, 4), "16 tokens": (16, 64, 8), "10 tokens": (16, 40, 8),
+    "4,050 tokens": (360, 720, 8),
+}  # fmt: skip
 SECTION = dict(
     embed_dim=32, depth=2, num_heads=8, n_in_channels=3, n_out_channels=2, residual=True, global_batch_size=8,
     num_iters=5, lr=1e-3, warmup=2,
@@ -76,7 +79,7 @@ SERIAL = {
     "bf16": MODES["bf16"],
     "fp16": MODES["fp16"],
 }
-NAMED_IMAGE = "10 tokens"
+NAMED_IMAGE, FULL_IMAGE = "10 tokens", "4,050 tokens"
 
 
 def grid_of(dp: int, tp: int, cp: int, sp: bool, attention: str = "gather", order: str = "tp-cp-dp") -> dict:
@@ -94,6 +97,13 @@ NAMED = [
     grid_of(2, 1, 2, False, "ulysses"),
     grid_of(2, 2, 2, True),
 ]
+# On the full image of ERA5, which does not divide over 4, 7 or 16 shards.
+FULL = [grid_of(1, 4, 1, True), grid_of(1, 1, 7, False), grid_of(1, 4, 4, True)]
+EVERY = (1, 2, 4, 8)  # ranks of which all grids are tried, on all small images
+
+
+def ranks_of(grid: dict) -> int:
+    return grid["dp"] * grid["tensor_parallel"] * grid["context_parallel"]
 
 
 def grids(ranks: int) -> list[dict]:
@@ -116,12 +126,13 @@ def grids(ranks: int) -> list[dict]:
 
 def runs_of(ranks: int, images: list[str], modes: list[str]) -> list[dict]:
     """Return what to run on `ranks` ranks: grids, each with its pairs of image and mode."""
-    cases = [{"grid": grid, "runs": [[i, "float64"] for i in images if "float64" in modes]} for grid in grids(ranks)]
-    for grid in NAMED:
-        if grid["dp"] * grid["tensor_parallel"] * grid["context_parallel"] == ranks:
-            others = [mode for mode in modes if mode != "float64" and is_allowed(grid, mode)]
-            cases.append({"grid": grid, "runs": [[NAMED_IMAGE, mode] for mode in others]})
-    return [case for case in cases if case["runs"]]
+    small = [image for image in images if image != FULL_IMAGE]
+    pairs = [(grid, [[image, "float64"] for image in small]) for grid in grids(ranks) if ranks in EVERY]
+    pairs += [(grid, [[FULL_IMAGE, "float64"]]) for grid in FULL if FULL_IMAGE in images]
+    pairs = [(grid, runs) for grid, runs in pairs if "float64" in modes]
+    others = [mode for mode in modes if mode != "float64"]
+    pairs += [(grid, [[NAMED_IMAGE, mode] for mode in others if is_allowed(grid, mode)]) for grid in NAMED]
+    return [{"grid": grid, "runs": runs} for grid, runs in pairs if runs and ranks_of(grid) == ranks]
 
 
 def is_allowed(grid: dict, mode: str) -> bool:
@@ -201,7 +212,7 @@ def run_world(folder: str, ranks: int, cases: list[dict]) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 7, 8, 16])
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--report", type=Path, help="tables to write, in Markdown")
     parser.add_argument("--images", nargs="+", choices=IMAGES, default=list(IMAGES))
@@ -276,7 +287,8 @@ Written by `make certificate`. Each grid of ranks trains 5 steps with `train_mp.
 `train.py` on one process: loss, every parameter's gradient, its norm, the weights after the steps, the validation
 metrics. An entry is the largest difference over the largest reference value of a full tensor, the worst of them all;
 1e-12 is allowed. Ranks that hold the same parameter hold the same bits. 21 and 10 tokens do not divide over the ranks;
-32 and 21 are patches of 4 x 4 points, 16 and 10 of 8 x 8.
+32 and 21 are patches of 4 x 4 points, the others of 8 x 8. 4,050 are those of the full image, on three grids over which
+they do not divide.
 
 {summary}.
 

@@ -5,7 +5,8 @@
 
 PyTorch's fake tensors and its fake process group run the model, the loss, the backward pass and the optimiser of rank 0
 without memory, computation or other ranks. A tracker adds up the memory by part, a counter the collectives by group.
-Gradients go over dp-cp inside DistributedDataParallel, which fake tensors cannot enter: theirs are added by formula.
+Gradients go over dp-cp inside DistributedDataParallel, which fake tensors cannot enter: what it holds is held here as
+well, and its bytes are added by formula.
 """
 
 import argparse
@@ -37,19 +38,24 @@ from utils.comm import GROUPS, Grid
 from utils.config import Config, load_config
 from utils.token_shard import TokenShard
 
-MP = ("--config=mp", "--local_batch_size=1")
-TP4, CP4 = "--tensor_parallel=4", "--context_parallel=4"
+MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
+TP4, CP4, PLAIN, ULYSSES = (
+    "--tensor_parallel=4", "--context_parallel=4", "--no_sequence_parallel", "--cp_attention=ulysses",
+)  # fmt: skip
 # name: data parallel size, flags
 GRIDS = {
     "one rank": (1, MP),
-    "tp 4, plain": (1, (*MP, TP4, "--no_sequence_parallel")),
+    "tp 4, plain": (1, (*MP, TP4, PLAIN)),
     "tp 4": (1, (*MP, TP4)),
     "tp 4, re-gather": (1, (*MP, TP4, "--sp_regather")),
     "cp 4": (1, (*MP, CP4)),
-    "cp 4, ulysses": (1, (*MP, CP4, "--cp_attention=ulysses")),
+    "cp 4, ulysses": (1, (*MP, CP4, ULYSSES)),
     "dp 64 x tp 4 x cp 4": (64, (*MP, TP4, CP4)),
-    "one rank, 16 samples": (1, (*MP[:1], "--local_batch_size=16")),
-    "tp 4, 16 samples": (1, (*MP[:1], "--local_batch_size=16", TP4)),
+    "16 samples: one rank": (1, MP16),
+    "16 samples: tp 4, plain": (1, (*MP16, TP4, PLAIN)),
+    "16 samples: tp 4": (1, (*MP16, TP4)),
+    "16 samples: cp 4": (1, (*MP16, CP4)),
+    "16 samples: cp 4, ulysses": (1, (*MP16, CP4, ULYSSES)),
 }
 MB = 1e6
 
@@ -120,8 +126,11 @@ def step_of(config: Config, grid: Grid) -> dict:
     optimizer = build_optimizer(model, config)
     step = make_step(grid, shard, gradients := TensorParallelGradients(model, grid, axes == "tp-cp"))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
     tracker.track_external(model, optimizer, *batch)
+    if grid.get_size("dp-cp") > 1:
+        tracker.track_external(keep_gradients_in_buckets(model))
     model.register_forward_hook(lambda *_: after_forward.update(parts_of(tracker, "current")))
     with tracker, counter:
         for _ in range(2):  # in the second step the optimiser has its state
@@ -129,7 +138,6 @@ def step_of(config: Config, grid: Grid) -> dict:
             step(model, *batch, scaler, config)
             gradients.norm([p.grad for p in model.parameters()])
             optimizer.step()
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
     if grid.get_size("dp-cp") > 1:
         counter.bytes["dp-cp", "all_reduce"] += size  # in buckets
     peak = parts_of(tracker, "peak")
@@ -146,6 +154,17 @@ def step_of(config: Config, grid: Grid) -> dict:
             for group in GROUPS
         },
     }
+
+
+def keep_gradients_in_buckets(model: torch.nn.Module) -> torch.Tensor:
+    """Hold gradients as DistributedDataParallel does: views of buckets that stay when `zero_grad` drops the views."""
+    parameters = list(model.parameters())
+    sizes = [p.numel() for p in parameters]
+    buckets = torch.empty(sum(sizes))
+    for parameter, part in zip(parameters, buckets.split(sizes)):
+        view = part.view_as(parameter)
+        parameter.register_post_accumulate_grad_hook(lambda p, view=view: setattr(p, "grad", view))
+    return buckets
 
 
 def sent(kind: str, size: int, ranks: int) -> float:

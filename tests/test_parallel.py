@@ -66,7 +66,8 @@ def test_grids_that_do_not_fit(args, words):
 
 @pytest.mark.parametrize(
     "rows, columns, patch, shards",
-    [(16, 32, 4, 1), (16, 32, 4, 8), (12, 28, 4, 8), (16, 40, 8, 8), (8, 16, 8, 5), (360, 720, 8, 7), (24, 16, 4, 16)],
+    [(16, 32, 4, 1), (16, 32, 4, 8), (12, 28, 4, 8), (16, 40, 8, 8), (8, 16, 8, 5), (24, 16, 4, 16)]
+    + [(360, 720, 8, shards) for shards in (4, 7, 16)],
 )
 def test_shards_make_up_the_image(rows, columns, patch, shards):
     image = torch.arange(2.0 * rows * columns).view(2, rows, columns)
@@ -158,6 +159,18 @@ def test_a_run_in_float32_follows_one_process(tmp_path, flags):
 
     pictures = [matplotlib.image.imread(folder / "pictures/ch0.png") for folder in (one, many)]
     assert np.mean(pictures[0] != pictures[1]) < 0.01  # the whole image is drawn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--context_parallel", "4"], ["--tensor_parallel", "2", "--context_parallel", "2"]])
+def test_fewer_tokens_than_ranks_work(tmp_path, flags):
+    """Two patches on four ranks: the others hold padding, read nothing, and follow."""
+    write_data(tmp_path, train={"2001": 30, "2002": 21}, rows=8, columns=16)
+    shape = ["--img_size", "8", "16", "--patch_size", "8"]
+    one = run_folder(train_on(1, tmp_path, *shape, "--run_num", "one", script="train.py"))
+    four = run_folder(train_on(4, tmp_path, *shape, *flags), "4MP")
+    a, b = ([(step["loss"], step["grad_norm"]) for step in records(folder, "step")] for folder in (one, four))
+    np.testing.assert_allclose(b, a, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 # make test     the tests
 # make lint     ruff and its formatter
 # make help     this list
+# longer: make certificate (every grid is the same model), mutations (does it notice?), simulate, benchmark, figures
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -19,7 +20,7 @@ endif
 .PHONY: help demo test lint format readme figures benchmark certificate mutations simulate clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -5
 
 demo: data/demo
 	$(PYTHON) train.py --config=demo
@@ -55,11 +56,11 @@ figures: demo
 benchmark: data/demo
 	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json
 
-# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 13 minutes on 2 cores.
+# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 14 minutes on 2 cores.
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
 
-# Is the certificate worth something? Removes or doubles every reduction, one at a time: about 15 minutes.
+# Is the certificate worth something? Removes or doubles every reduction, one at a time: about 11 minutes.
 mutations: $(READY)
 	$(PYTHON) tests/mutations.py
 

@@ -174,7 +174,7 @@ def main(world: World, argv: list[str]) -> None:
         device = prepare_device(config, world.local_rank)
         data = WeatherData(config, device, world.size, world.rank)
         model = build_model(config, data).to(device)
-    torch.manual_seed(config.seed + world.rank)  # other dropout masks on every rank
+    torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
     with Run(config, world, device, data, model.flops()) as run:

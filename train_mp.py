@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from distributed.helpers import GridScaler, TensorParallelGradients
 from distributed.mappings import reduce
-from distributed.parallelize import ParallelViT, check_parallel, token_shard
+from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
 from train import build_model, build_optimizer, data_parallel, forward_backward, prepare_device, train
 from utils.comm import Grid
 from utils.config import load_config
@@ -51,19 +51,18 @@ def main(world: World, argv: list[str]) -> None:
         config = config.with_batches(grid.get_size("dp"))
         device = prepare_device(config, world.local_rank)
     grid.create_groups()
-    shards, index, axes = token_shard(config, grid)
-    shard = TokenShard(config.img_size, config.patch_size, shards, index, grid.get_group(axes))
     with all_ranks_agree():
+        shard = shard_tokens(config, grid)
         # The ranks of a tp-cp group hold the same samples, each its own tokens of them.
         data = WeatherData(config, device, grid.get_size("dp"), grid.get_rank("dp"), shard, grid.get_group("dp"))
         serial = build_model(config, data)
     model = ParallelViT(serial, config, grid, shard).to(device)
-    torch.manual_seed(config.seed + world.rank)  # other dropout masks on every rank
+    torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
     scaler = GridScaler(device.type, config.amp_mode == "fp16", grid.get_group("tp-cp"))
-    gradients = TensorParallelGradients(model, grid, axes == "tp-cp")
+    gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     step = make_step(grid, shard, gradients)
-    with Run(config, world, device, data, serial.flops(), f"{grid.get_size('tp-cp')}MP") as run:
+    with Run(config, world, device, data, model.flops(), f"{grid.get_size('tp-cp')}MP") as run:
         run.describe(model, remarks)
         run.log_memory(model)
         model = data_parallel(model, config, grid.get_group("dp-cp"))

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 import train
 import train_mp
 import utils.run
-from benchmarks.certificate import IMAGES, MODES, NAMED_IMAGE, SECTION, SERIAL, Mode, flags
+from benchmarks.certificate import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SECTION, SERIAL, Mode, flags
 from distributed.helpers import sharded_parameters
 from distributed.parallelize import ParallelViT
 from networks.vit import ViT
@@ -76,6 +76,8 @@ def trained(module, argv: list[str], world: World, overflows: bool) -> dict:
 
         original(keeping_step, model, optimizer, scaler, data, config, run, *norm)
         kept["weights"] = {n: p.detach().clone() for n, p in whole.named_parameters()}
+        sharded = sharded_parameters(whole)
+        kept["sharded"] = {n for n, p in whole.named_parameters() if p in sharded}
         kept["folder"] = run.folder if run.is_main else None
         kept["scale"] = scaler.get_scale()
         kept["steps"] = int(optimizer.state[next(whole.parameters())]["step"])
@@ -131,10 +133,11 @@ def serial(folder: str) -> None:
     """Train with train.py all that the grids are compared with, and keep it in FOLDER."""
     join(World())
     references = {}
-    images = [image for image in IMAGES if Path(folder, image).exists()]
+    written = [image for image in IMAGES if Path(folder, image).exists()]
     for name, mode in SERIAL.items():
         torch.set_default_dtype(getattr(torch, mode.dtype))
-        for image in images if name == "float64" else [NAMED_IMAGE]:
+        images = {"float64": [i for i in written if i != FULL_IMAGE], FULL_IMAGE: [FULL_IMAGE]}.get(name, [NAMED_IMAGE])
+        for image in set(images) & set(written):
             argv = flags({}, image, mode, folder)
             references[image, name] = trained(train, argv, World(), overflows=name == "fp16")
             if mode.times_serial:
@@ -144,15 +147,18 @@ def serial(folder: str) -> None:
     dist.destroy_process_group()
 
 
-def digests(model: nn.Module, weights: dict, tp_rank: int) -> dict[str, str]:
+def digests(weights: dict, sharded: set[str], tp_rank: int) -> dict[str, str]:
     """Return a digest of each parameter; those of replicas have the same name on all their ranks."""
-    sharded = sharded_parameters(model)
-    slot = {n: f"{n}, tp rank {tp_rank}" if p in sharded else n for n, p in model.named_parameters()}
+    slot = {name: f"{name}, tp rank {tp_rank}" if name in sharded else name for name in weights}
     return {slot[n]: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights.items()}
 
 
-def findings(kept: dict, reference: dict | None, config, grid, shard) -> dict:
-    """Return what one rank has to say about its run."""
+def findings(mode: Mode, kept: dict, exact: dict | None, alike: dict | None, config, grid, shard) -> dict:
+    """Return what one rank has to say about its run.
+
+    Args:
+        exact, alike: the run of train.py in float64, and the one in this mode, if there is one.
+    """
     torch.set_default_dtype(torch.float64)
     sizes = (SECTION["n_in_channels"], SECTION["n_out_channels"], config.embed_dim, config.depth, config.num_heads)
 
@@ -161,27 +167,34 @@ def findings(kept: dict, reference: dict | None, config, grid, shard) -> dict:
         whole.load_state_dict(state)
         return dict(ParallelViT(whole, config, grid, shard).named_parameters())
 
-    model = ParallelViT(ViT(config.img_size, config.patch_size, *sizes), config, grid, shard)
+    errors = errors_of(kept, exact, slices) if exact else {}
+    if mode.times_serial:
+        errors |= {k: v for k, v in errors_of(kept, alike, slices).items() if k == "loss"}
     return {
-        "errors": errors_of(kept, reference, slices) if reference else {},
-        "digests": digests(model, kept["weights"], grid.get_rank("tp")),
+        "errors": errors,
+        "digests": digests(kept["weights"], kept["sharded"], grid.get_rank("tp")),
         "scaler": (kept["steps"], kept["scale"]),
         "losses": kept.get("records", {}).get("loss"),
+        "seed": torch.initial_seed(),
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
     }
 
 
-def judged(mode: Mode, everyone: list[dict], reference: dict | None, plain_losses: list[float]) -> dict:
+def judged(mode: Mode, everyone: list[dict], alike: dict | None, plain_losses: list[float]) -> dict:
     """Return the errors of all ranks, their bounds, and the faults that have no size.
 
     Args:
-        reference: the run of train.py with the same scaler, if any.
+        alike: the run of train.py in this mode, if there is one.
         plain_losses: those of train.py without any flag.
     """
     faults, errors, digest = [], [], {}
-    if mode.reference is None and everyone[0]["losses"] == plain_losses:
-        faults.append("the mode changes nothing")
+    if "--dropout" in mode.flags:
+        pairs = zip(everyone[0]["losses"], plain_losses)
+        if all(abs(a - b) < 1e-6 * b for a, b in pairs):
+            faults.append("dropout changes nothing")
+        if len({found["seed"] for found in everyone}) < len(everyone):
+            faults.append("two ranks draw the same masks")
     for found in everyone:
         if found["breaks"] or "--enable_jit" in mode.flags and not found["graphs"]:
             faults.append(f"{found['graphs']} compiled graphs, {found['breaks']} graph breaks")
@@ -189,11 +202,11 @@ def judged(mode: Mode, everyone: list[dict], reference: dict | None, plain_losse
         for slot, value in found["digests"].items():
             if digest.setdefault(slot, value) != value:
                 faults.append(f"{slot} differs between the ranks that hold it")
-        if reference and mode.times_serial and found["scaler"] != (reference["steps"], reference["scale"]):
+        if mode.times_serial and found["scaler"] != (alike["steps"], alike["scale"]):
             faults.append(f"a rank took {found['scaler'][0]} steps and has the scale {found['scaler'][1]}")
     bounds = dict(mode.bounds)
     if mode.times_serial:
-        bounds["gradients"] = mode.times_serial * reference["error"]
+        bounds["gradients"] = mode.times_serial * alike["error"]
     return {"errors": worst_of(errors), "bounds": bounds, "faults": faults}
 
 
@@ -218,17 +231,11 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
             torch.set_default_dtype(getattr(torch, mode.dtype))
             overflows = name == "fp16" and rank == ranks - 1
             kept = trained(train_mp, flags(case["grid"], image, mode, folder), world, overflows)
-            exact = references.get((image, mode.reference))
+            exact, alike = references.get((image, mode.reference)), references.get((image, name))
             everyone = [None] * ranks
-            dist.all_gather_object(everyone, findings(kept, exact, *built.pop()))
+            dist.all_gather_object(everyone, findings(mode, kept, exact, alike, *built.pop()))
             if rank == 0:
-                # In half precision the gradients are judged by the float64 ones, and the scaler by train.py's own.
-                result = judged(
-                    mode,
-                    everyone,
-                    references.get((image, name), exact),
-                    references[image, "float64"]["records"]["loss"],
-                )
+                result = judged(mode, everyone, alike, references[NAMED_IMAGE, "float64"]["records"]["loss"])
                 print(json.dumps({"grid": case["grid"], "image": image, "mode": name, **result}), flush=True)
         dist.destroy_process_group()
 

@@ -2,17 +2,15 @@
 
     python benchmarks/flags.py --json benchmarks/results/flags.json [any flag of train.py, for all runs]
 
-Every two variants stand between two runs of the baseline, and a ratio is to the mean of these two: a machine that slows
-down meanwhile slows all of them. `the same again` compares neighbouring baselines: that is the noise. A run is two
-epochs of 9 iterations in a process of its own; its speed is that of the second, for the first one compiles.
+Every three variants stand between two runs of the baseline, and a ratio is to the mean of these two: a machine that
+slows down meanwhile slows all of them. `the same again` compares neighbouring baselines: that is the noise. A run is
+two epochs of 9 iterations in a process of its own; its speed is that of the second, for the first one compiles.
 `loss change` is the largest relative difference of a training loss from the baseline's.
 """
 
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -43,7 +41,6 @@ VARIANTS = {
     "accumulation_steps 4": Variant(("--accumulation_steps", "4")),
     "train_mp.py, one rank": Variant(script="train_mp.py"),
     "2 ranks": Variant(ranks=2),
-    "2 ranks, bucket_cap_mb 1": Variant(("--bucket_cap_mb", "1"), 2),
     "2 ranks, noddp": Variant(("--noddp",), 2),
     "2 ranks, tensor_parallel 2": Variant(("--tensor_parallel", "2"), 2, script="train_mp.py"),
     "2 ranks, context_parallel 2": Variant(("--context_parallel", "2"), 2, script="train_mp.py"),
@@ -66,23 +63,12 @@ def run(script: str, flags: list[str], ranks: int, iterations: int) -> tuple[flo
     return speeds[-1], [line["loss"] for line in lines if line["event"] == "step"]
 
 
-def device_name() -> str:
-    """Return the GPU's name, else the processor's."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     args, more = parser.parse_known_args()
     sys.path.insert(0, str(ROOT))
-    import torch
-
+    from benchmarks.record import write_record
     from utils.config import load_config
 
     base = more if any(flag.startswith("--config") for flag in more) else ["--config=demo", *more]
@@ -99,9 +85,9 @@ def main() -> None:
     ratios: dict[str, list[float]] = {name: [] for name in ("the same again", *VARIANTS)}
     for _ in range(REPEATS):
         before, losses = measure("baseline", Variant())
-        for first in range(0, len(VARIANTS), 2):
-            pair = list(VARIANTS.items())[first : first + 2]
-            speeds = {name: measure(name, variant) for name, variant in pair}
+        for first in range(0, len(VARIANTS), 3):
+            group = list(VARIANTS.items())[first : first + 3]
+            speeds = {name: measure(name, variant) for name, variant in group}
             after, _ = measure("baseline", Variant())
             for name, (speed, curve) in speeds.items():
                 ratios[name].append(2 * speed / (before + after))
@@ -110,22 +96,16 @@ def main() -> None:
             ratios["the same again"].append(after / before)
             baselines.append(before)
             before = after
-    record = {
-        "machine": {"device": device_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "command": " ".join(["python benchmarks/flags.py --json FILE", *more]),
-        "figures": {
-            "samples_per_sec": statistics.median(baselines),
-            **{f"ratio of {n}": statistics.median(r) for n, r in ratios.items()},
-            **{f"loss change of {n}": c for n, c in changes.items()},
-        },
-        "spread": {
-            "samples_per_sec": [min(baselines), max(baselines)],
-            **{f"ratio of {n}": [min(r), max(r)] for n, r in ratios.items()},
-        },
+    figures = {
+        "samples_per_sec": statistics.median(baselines),
+        **{f"ratio of {n}": statistics.median(r) for n, r in ratios.items()},
+        **{f"loss change of {n}": c for n, c in changes.items()},
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(record, indent=1).replace("NaN", "null") + "\n")
+    spread = {
+        "samples_per_sec": [min(baselines), max(baselines)],
+        **{f"ratio of {n}": [min(r), max(r)] for n, r in ratios.items()},
+    }
+    write_record(args.json, figures, spread)
     for name, ratio in ratios.items():
         loss = f"   loss {changes[name]:.1e}" if name in changes else ""
         print(f"{name:28s} {statistics.median(ratio):5.2f}   ({min(ratio):.2f} to {max(ratio):.2f}){loss}")

@@ -11,9 +11,6 @@ well, and its bytes are added by formula.
 
 import argparse
 import collections
-import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,14 +26,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distributed.helpers import TensorParallelGradients
-from distributed.parallelize import ParallelViT, check_parallel, token_shard
+from benchmarks.record import write_record
+from distributed.helpers import GridScaler, TensorParallelGradients
+from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
 from networks.vit import ViT
 from train import build_optimizer
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
 from utils.config import Config, load_config
-from utils.token_shard import TokenShard
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
 TP4, CP4, PLAIN, ULYSSES = (
@@ -117,15 +114,19 @@ def simulate(dp: int, argv: Sequence[str]) -> dict:
 
 def step_of(config: Config, grid: Grid) -> dict:
     """Run two steps and return what `simulate` returns."""
-    shards, index, axes = token_shard(config, grid)
-    shard = TokenShard(config.img_size, config.patch_size, shards, index, grid.get_group(axes))
+    shard = shard_tokens(config, grid)
     channels = config.n_in_channels, config.n_out_channels
-    serial = ViT(config.img_size, config.patch_size, *channels, config.embed_dim, config.depth, config.num_heads)
+    serial = ViT(
+        config.img_size, config.patch_size, *channels, config.embed_dim, config.depth, config.num_heads,
+        dropout=config.dropout, drop_path=config.drop_path, attention=config.attention,
+        residual=range(config.n_out_channels) if config.residual else None,
+    )  # fmt: skip
     model = ParallelViT(serial, config, grid, shard)
-    batch = [torch.zeros(config.local_batch_size, c, *shard.shape) for c in channels]
+    samples = config.local_batch_size * config.accumulation_steps
+    batch = [torch.zeros(samples, c, *shard.shape) for c in channels]
     optimizer = build_optimizer(model, config)
-    step = make_step(grid, shard, gradients := TensorParallelGradients(model, grid, axes == "tp-cp"))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    step = make_step(grid, shard, gradients := TensorParallelGradients(model, grid, is_sequence_parallel(config, grid)))
+    scaler = GridScaler("cpu", config.amp_mode == "fp16", grid.get_group("tp-cp"))
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
     tracker.track_external(model, optimizer, *batch)
@@ -136,6 +137,8 @@ def step_of(config: Config, grid: Grid) -> dict:
         for _ in range(2):  # in the second step the optimiser has its state
             tracker.reset_mod_stats(), counter.count.clear(), counter.bytes.clear()
             step(model, *batch, scaler, config)
+            scaler.unscale_(optimizer)
+            scaler.update()
             gradients.norm([p.grad for p in model.parameters()])
             optimizer.step()
     if grid.get_size("dp-cp") > 1:
@@ -208,16 +211,7 @@ def main() -> None:
         if not flags:
             held = {name: r["after_forward"]["Activation"] for name, r in results.items()}
             figures["activations_tp4_over_tp1"] = held["tp 4"] / held["one rank"]
-        record = {
-            "machine": {"cpu_count": os.cpu_count(), "platform": platform.platform()},
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "command": " ".join(["python", *sys.argv]),
-            "figures": figures,
-            "spread": {name: [value, value] for name, value in figures.items()},
-            "grids": results,
-        }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.json, figures, {}, grids=results)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ class RowParallelLinear(nn.Module):
 class ParallelAttention(Attention):
     """Attention with this rank's heads (tp) for this rank's tokens (cp).
 
-    Each rank asks with its own tokens (q) and needs k and v of all. `gather` collects these over cp. `ulysses`
-    exchanges tokens for heads, so that each rank has all tokens of some heads, and back (Jacobs et al. 2023). Padding
+    Each rank has the queries of its own tokens and needs k and v of all. `gather` collects these over cp. `ulysses`
+    swaps tokens for heads, so that each rank has all tokens of some heads, and back (Jacobs et al. 2023). Padding
     lies at the end of all tokens and is sliced off k and v: no mask, so that every attention kernel can be used.
 
     Communication over cp, with s bytes for this rank's q [B, M, h, d]. Gather: an all-gather to 2 cp s in the forward,

@@ -3,24 +3,24 @@
 A collective that PyTorch offers computes something and knows nothing of gradients. Each function here pairs one for the
 forward with the one that its gradient needs in the backward:
 
-    function              forward                     backward                     Megatron's name
+    function              forward                     backward                     in the papers
     copy                  identity                    all-reduce                   f
-    reduce                all-reduce                  identity                     g
+    reduce                all-reduce                  identity                     f-bar
     scatter               own chunk of dim            all-gather
     gather                all-gather along dim        own chunk
-    all_gather            all-gather along dim        reduce-scatter               g-bar
-    reduce_scatter        sum, own chunk of dim       all-gather                   f-bar backwards
-    all_to_all            chunks of one dim for       the same, dims exchanged     Ulysses
+    all_gather            all-gather along dim        reduce-scatter               g
+    reduce_scatter        sum, own chunk of dim       all-gather                   g-bar
+    all_to_all            chunks of one dim for       the same, dims swapped       Ulysses
                           chunks of another
 
-(f and g: Shoeybi et al. 2019, Megatron-LM, section 3. g-bar: Korthikanti et al. 2022, Reducing Activation
-Recomputation, section 4.2. All-to-all: Jacobs et al. 2023, DeepSpeed Ulysses.)
+(The letters are those of Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2; in Shoeybi et al.
+2019, Megatron-LM, section 3, g is our `reduce`. All-to-all: Jacobs et al. 2023, DeepSpeed Ulysses.)
 
 `gather` and `all_gather` differ in what follows them: after `gather` every rank computes the same and so has the whole
 gradient; after `all_gather` each computes something else, and the gradients must be summed.
 
-All take tensors that are not contiguous, and any dim that divides by the group's size. In a group of one they return
-their input. They are built of public collectives only, and compile with fullgraph=True.
+All take tensors that are not contiguous, and any dim that divides by the group's size. In a group of one they do
+nothing. They are built of public collectives only, and compile with fullgraph=True.
 """
 
 import torch
@@ -56,7 +56,9 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _own_chunk(x: Tensor, dim: int, group: Group) -> Tensor:
-    length = x.shape[dim] // dist.get_world_size(group)
+    size = dist.get_world_size(group)
+    assert x.shape[dim] % size == 0, (x.shape, dim, size)
+    length = x.shape[dim] // size
     return x.narrow(dim, dist.get_rank(group) * length, length).contiguous()
 
 
@@ -160,17 +162,17 @@ class _GatheredLinear(torch.autograd.Function):
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Forward: identity. Backward: all-reduce. For an input that all ranks share and each uses with other weights."""
+    """f. Forward: identity. Backward: all-reduce. For an input that all ranks have and each uses with other weights."""
     return x if dist.get_world_size(group) == 1 else _Copy.apply(x, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """Forward: all-reduce (sum). Backward: identity. For partial sums that all ranks then use alike."""
+    """f-bar. Forward: all-reduce (sum). Backward: identity. For partial sums that all ranks then use alike."""
     return x if dist.get_world_size(group) == 1 else _Reduce.apply(x, group)
 
 
 def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward: own chunk of `dim`. Backward: all-gather. For an input that all ranks share and each uses a part of."""
+    """Forward: own chunk of `dim`. Backward: all-gather. For an input that all ranks have and each uses a part of."""
     return x if dist.get_world_size(group) == 1 else _Scatter.apply(x, dim, group)
 
 
@@ -180,17 +182,17 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward: all-gather along `dim`. Backward: reduce-scatter. For shards of which each rank then needs all."""
+    """g. Forward: all-gather along `dim`. Backward: reduce-scatter. For shards of which each rank then needs all."""
     return x if dist.get_world_size(group) == 1 else _AllGather.apply(x, dim, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Forward: sum, own chunk of `dim`. Backward: all-gather. For partial sums of which each rank needs a part."""
+    """g-bar. Forward: sum, own chunk of `dim`. Backward: all-gather. For sums of which each rank needs a part."""
     return x if dist.get_world_size(group) == 1 else _ReduceScatter.apply(x, dim, group)
 
 
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
-    """Send chunk r of `split_dim` to rank r and join what arrives along `concat_dim`. Backward: the way back."""
+    """Ulysses. Send chunk r of `split_dim` to rank r, join what arrives along `concat_dim`. Backward: the way back."""
     return x if dist.get_world_size(group) == 1 else _AllToAll.apply(x, split_dim, concat_dim, group)
 
 

@@ -1,4 +1,4 @@
-"""A ViT -> the same ViT over a grid of ranks, from outside: linear layers and attention are exchanged, all else stays.
+"""A ViT -> the same ViT over a grid of ranks, from outside: linear layers and attention are replaced, all else stays.
 
 The weights are drawn whole and then sliced, so every grid begins with the same model; parameters keep their names.
 """
@@ -24,8 +24,11 @@ def check_parallel(config: Config, grid: Grid) -> None:
             f"cp_attention ulysses shares out the {heads // tp} head(s) of each rank over context_parallel {cp}: "
             f"take context_parallel {_divisors(heads // tp)}, or --cp_attention gather"
         )
-    if config.sp_regather and not config.sequence_parallel:
-        raise ValueError("sp_regather needs sequence_parallel: leave --sp_regather or --no_sequence_parallel out")
+    if config.sp_regather and not is_sequence_parallel(config, grid):
+        raise ValueError(
+            f"sp_regather needs sequence parallelism, and tensor_parallel is {tp}: take 2 or more, without "
+            f"--no_sequence_parallel, or leave --sp_regather out"
+        )
     if config.noddp and cp > 1:
         raise ValueError(
             f"noddp with context_parallel {cp}: gradients are sums over the context ranks, and DDP adds them up; "
@@ -43,22 +46,26 @@ def _divisors(n: int) -> str:
     return " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
 
 
-def token_shard(config: Config, grid: Grid) -> tuple[int, int, str]:
-    """Return into how many shards the tokens of an image are cut, which one is this rank's, and the group that has all.
+def is_sequence_parallel(config: Config, grid: Grid) -> bool:
+    """Whether the tokens between the matrices are sharded over tp, too."""
+    return config.sequence_parallel and grid.get_size("tp") > 1
 
-    They are cut over cp, and with sequence parallelism each of these chunks once more over tp.
-    """
-    if config.sequence_parallel and grid.get_size("tp") > 1:
+
+def shard_tokens(config: Config, grid: Grid) -> TokenShard:
+    """Return this rank's tokens: cut over cp, and with sequence parallelism each of these chunks once more over tp."""
+    if is_sequence_parallel(config, grid):
         index = grid.get_rank("cp") * grid.get_size("tp") + grid.get_rank("tp")
-        return grid.get_size("tp-cp"), index, "tp-cp"
-    return grid.get_size("cp"), grid.get_rank("cp"), "cp"
+        shards, group = grid.get_size("tp-cp"), grid.get_group("tp-cp")
+    else:
+        index, shards, group = grid.get_rank("cp"), grid.get_size("cp"), grid.get_group("cp")
+    return TokenShard(config.img_size, config.patch_size, shards, index, group)
 
 
 class ParallelViT(ViT):
     """The ViT on one rank: it maps this rank's shard of the tokens, [B, C, *shard.shape].
 
-    Takes over the modules of `serial` and exchanges its parallel layers. Residual stream, norms, embedding and head
-    work on token shards only; no activation is ever whole on one rank.
+    Takes over the modules of `serial` and replaces those that are parallel. Residual stream, norms, embedding and head
+    work on this rank's tokens only.
     """
 
     def __init__(self, serial: ViT, config: Config, grid: Grid, shard: TokenShard):
@@ -71,7 +78,7 @@ class ParallelViT(ViT):
             self.register_buffer(name, buffer, persistent=False)
         if serial.residual is None:
             self.residual = None
-        sp, regather = config.sequence_parallel and grid.get_size("tp") > 1, config.sp_regather
+        sp, regather = is_sequence_parallel(config, grid), config.sp_regather
         for block in self.blocks:
             block.attn = ParallelAttention(block.attn, grid, shard.total, sp, regather, config.cp_attention)
             block.mlp.fc1 = ColumnParallelLinear(block.mlp.fc1, grid, sp, regather)
@@ -80,7 +87,8 @@ class ParallelViT(ViT):
                 if isinstance(getattr(block, name), DropPath):
                     setattr(block, name, SharedDropPath(getattr(block, name)))
         self.paths = [module for module in self.modules() if isinstance(module, SharedDropPath)]
-        # DropPath drops whole samples: all ranks draw the numbers of the global batch, and use those of their samples.
+        # DropPath drops whole samples: in each pass a rank draws numbers for the samples of all dp ranks, and uses its
+        # own. (With accumulation, which samples pass together depends on dp, and so do the draws.)
         self.seed, self.dp, self.dp_rank = config.seed, grid.get_size("dp"), grid.get_rank("dp")
         self.generator: torch.Generator | None = None
 

@@ -157,7 +157,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 def run_ranks(ranks: int, command: list[str], timeout: float = 120) -> list[subprocess.CompletedProcess]:
     """Run `python command` on several ranks of this machine, set up by plain environment variables.
 
-    Each result has `seconds`; a rank that hangs is killed and fails the test.
+    A rank that hangs is killed and fails the test.
     """
     port, start = free_port(), time.perf_counter()
     processes = [

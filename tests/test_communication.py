@@ -1,48 +1,61 @@
 """Communication, counted: collectives and bytes by group and step, held to the formulas in the layers' docstrings."""
 
+import collections
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.simulate import join_fake, simulate
+from benchmarks.simulate import GRIDS, join_fake, simulate
+from distributed.helpers import TensorParallelGradients
+from distributed.parallelize import ParallelViT, is_sequence_parallel, shard_tokens
 from networks.vit import ViT
-from tests.helpers import tiny_flags
+from tests.helpers import ROOT, tiny_flags
+from train import data_parallel
+from train_mp import make_step
+from utils.comm import Grid
+from utils.config import load_config
 
 DEPTH, DIM, BATCH, TOKENS = 2, 32, 3, 32  # of the tiny model below
 BLOCK_REPLICAS = 6 * DIM  # two norms, the biases of proj and fc2
 OTHER_REPLICAS = (3 * 16 * DIM + DIM) + TOKENS * DIM + 2 * DIM + 3 * 16 * DIM  # embedding, positions, norm, head
 
 
-def expected(tp, cp, sequence_parallel, regather, ulysses, bytes_of_a_number):
+def expected(tp, cp, sequence_parallel, regather, ulysses, amp):
     """The docstrings of distributed/layers.py and helpers.py, as arithmetic: {group and kind: (count, bytes)}."""
-    s = BATCH * (TOKENS // cp) * DIM * bytes_of_a_number
+    s = BATCH * (TOKENS // cp) * DIM * (4 if amp == "none" else 2)
     q = s // tp
-    found = {}
+    found = collections.Counter()
+
+    def add(group, kind, count, size):
+        found[f"{group} {kind}", "count"] += count
+        found[f"{group} {kind}", "bytes"] += size
+
     if tp > 1 and sequence_parallel:
         gathers = 6 if regather else 4  # forward: qkv, fc1. Backward: proj, fc2 and, where asked for, qkv, fc1 again
-        found["tp all_gather"] = (gathers * DEPTH, gathers * DEPTH * s)
-        found["tp reduce_scatter"] = (4 * DEPTH, 4 * DEPTH * s)
-        replicas = 4 * (DEPTH * BLOCK_REPLICAS + OTHER_REPLICAS)
-        found["tp all_reduce"] = (2, replicas + 4)  # gradients of the replicas, all at once, and a norm
+        add("tp", "all_gather", gathers * DEPTH, gathers * DEPTH * s)
+        add("tp", "reduce_scatter", 4 * DEPTH, 4 * DEPTH * s)
+        add("tp", "all_reduce", 1, 4 * (DEPTH * BLOCK_REPLICAS + OTHER_REPLICAS))  # gradients of replicas, all at once
     elif tp > 1:
-        found["tp all_reduce"] = (4 * DEPTH + 1, 4 * DEPTH * s + 4)
+        add("tp", "all_reduce", 4 * DEPTH, 4 * DEPTH * s)
     if cp > 1 and ulysses:
-        found["cp all_to_all"] = (4 * DEPTH, 8 * DEPTH * q)
+        add("cp", "all_to_all", 4 * DEPTH, 8 * DEPTH * q)
     elif cp > 1:
-        found["cp all_gather"] = found["cp reduce_scatter"] = (DEPTH, DEPTH * 2 * cp * q)
-    loss = (1, 2 * BATCH * 4)  # two sums for each sample, in float32
-    if tp > 1 and cp > 1 and sequence_parallel:
-        found["tp-cp all_reduce"] = loss
-    elif cp > 1:
-        found["cp all_reduce"] = loss
-    elif tp > 1 and sequence_parallel:
-        count, size = found["tp all_reduce"]  # with cp 1, tp-cp is the group of tp
-        found["tp all_reduce"] = (count + loss[0], size + loss[1])
-    return found
+        add("cp", "all_gather", DEPTH, DEPTH * 2 * cp * q)
+        add("cp", "reduce_scatter", DEPTH, DEPTH * 2 * cp * q)
+    if tp > 1:
+        add("tp", "all_reduce", 1, 4)  # the norm of the slices
+    model = "tp-cp" if tp > 1 and cp > 1 else "cp" if cp > 1 else "tp"
+    tokens = {"tp-cp": "tp-cp" if sequence_parallel else "cp", "tp": "tp" if sequence_parallel else None, "cp": "cp"}
+    if tokens.get(model):
+        add(tokens[model], "all_reduce", 1, 2 * BATCH * 4)  # the loss: two sums for each sample, in float32
+    if amp == "fp16":
+        add(model, "all_reduce", 1, 4)  # whether a gradient overflowed
+    return +found
 
 
-@pytest.mark.parametrize("amp", ["none", "bf16"])
+@pytest.mark.parametrize("amp", ["none", "bf16", "fp16"])
 @pytest.mark.parametrize(
     "tp, cp, sequence_parallel, regather, ulysses",
     [
@@ -63,26 +76,51 @@ def test_a_step_sends_what_the_formulas_say(tmp_path, tp, cp, sequence_parallel,
     flags += ["--sequence_parallel" if sequence_parallel else "--no_sequence_parallel"]
     flags += ["--sp_regather"] if regather else []
     found = simulate(2, tiny_flags(tmp_path, *flags))
-    per_group = {key: (n, found["bytes"][key]) for key, n in found["count"].items()}
-    assert per_group == expected(tp, cp, sequence_parallel, regather, ulysses, 4 if amp == "none" else 2)
+    counted = {(key, what): n for what in ("count", "bytes") for key, n in found[what].items() if key[:5] != "dp-cp"}
+    assert counted == expected(tp, cp, sequence_parallel, regather, ulysses, amp)
     if tp == 1:
         assert found["parameters"] == DEPTH * (12 * DIM**2 + 13 * DIM) + OTHER_REPLICAS
 
 
-def test_data_parallelism_sends_each_gradient_once():
-    join_fake(4)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_ddp_sends_each_gradient_once_a_step_over_dp_cp(tmp_path, cp):
+    """With two parts of the batch: the first one waits."""
+    flags = ["--tensor_parallel", "2", "--context_parallel", str(cp), "--accumulation_steps", "2"]
+    config = load_config(tiny_flags(tmp_path, *flags), chapter=2)[0].with_batches(2)
+    join_fake(4 * cp)
     try:
-        model = ViT((16, 32), 4, 3, 3, DIM, DEPTH, 4)
-        parallel, sent = DistributedDataParallel(model), []
+        grid = Grid(4 * cp, 0, tp=2, cp=cp)
+        grid.create_groups()
+        shard = shard_tokens(config, grid)
+        model = ParallelViT(ViT((16, 32), 4, 3, 3, DIM, DEPTH, 4), config, grid, shard)
+        parallel, sent = data_parallel(model, config, grid.get_group("dp-cp")), []
+        assert (
+            dist.get_process_group_ranks(parallel.process_group) == grid.get_ranks("dp-cp") and len(model.blocks) == 2
+        )
 
-        def hook(state, bucket):
+        def hook(_, bucket):
             sent.append(bucket.buffer().numel())
             done = torch.futures.Future()
             done.set_result(bucket.buffer())
             return done
 
         parallel.register_comm_hook(None, hook)
-        parallel(torch.randn(2, 3, 16, 32)).sum().backward()
-        assert sum(sent) == sum(p.numel() for p in model.parameters())
+        step = make_step(grid, shard, TensorParallelGradients(model, grid, is_sequence_parallel(config, grid)))
+        for _ in range(2):
+            sent.clear()
+            step(parallel, *torch.randn(2, 4, 3, *shard.shape), torch.amp.GradScaler("cpu", enabled=False), config)
+            assert sum(sent) == sum(p.numel() for p in model.parameters())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_keeps_a_third_of_the_activations(tmp_path):
+    """At full size: the README's claim, and its record."""
+    record = json.loads((ROOT / "benchmarks/results/simulate.json").read_text())
+    held = {}
+    for name in ("one rank", "tp 4"):
+        found = simulate(*GRIDS[name])
+        assert found["peak"] == pytest.approx(record["grids"][name]["peak"], rel=0.01)
+        held[name] = found["after_forward"]["Activation"]
+    assert held["tp 4"] <= 0.36 * held["one rank"]

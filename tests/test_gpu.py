@@ -199,7 +199,4 @@ def test_the_scaler_shares_an_overflow_on_nccl(device, fused):
 def test_chapter_2_on_one_rank_is_chapter_1(tiny, flags):
     first = losses(run_here(on_gpu(tiny, *flags)))
     second = losses(run_here(on_gpu(tiny, *flags), train_mp.main, "1MP"))
-    if "--drop_path" in flags:  # the masks are drawn by another generator
-        assert np.isfinite(second).all()
-    else:
-        np.testing.assert_allclose(second, first, rtol=1e-5 if flags == [] else 1e-3)
+    np.testing.assert_allclose(second, first, rtol=1e-3 if "--amp_mode" in flags else 1e-5)

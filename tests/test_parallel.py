@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train_mp
+from benchmarks.certificate import FULL_IMAGE, MODES
 from tests.helpers import ROOT, clean_environment, records, run_folder, run_here, run_ranks, tiny_flags, write_data
 from tests.mutations import MUTATIONS
 from utils.comm import Grid, rank_groups
@@ -116,9 +117,10 @@ def test_chapter_2_on_one_rank_is_chapter_1(tiny, flags):
 @pytest.mark.slow
 def test_every_grid_of_four_ranks_equals_one_process():
     """In float64; and four of them in float32, bf16, fp16 with an overflow, compiled, with dropout and so on."""
-    command = [sys.executable, "benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens"]
+    command = [sys.executable, "benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens", "--modes"]
+    command += [mode for mode in MODES if mode != FULL_IMAGE]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "50 runs on 21 grids." in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "54 runs on 21 grids." in done.stdout, done.stdout + done.stderr
 
 
 def test_the_mutations_change_one_place_each():
@@ -183,7 +185,13 @@ def test_fewer_tokens_than_ranks_work(tmp_path, flags):
         (3, ["--context_parallel", "3", "--cp_attention", "ulysses"], "shares out the 4 head(s)"),
         (2, ["--context_parallel", "2", "--noddp"], "leave --noddp out"),
         (2, ["--tensor_parallel", "2", "--no_sequence_parallel", "--dropout", "0.1"], "needs --sequence_parallel"),
-        (2, ["--tensor_parallel", "2", "--no_sequence_parallel", "--sp_regather"], "needs sequence_parallel"),
+        (
+            2,
+            ["--tensor_parallel", "2", "--no_sequence_parallel", "--sp_regather"],
+            "needs sequence parallelism, and tensor_parallel is 2",
+        ),
+        (2, ["--context_parallel", "2", "--sp_regather"], "needs sequence parallelism, and tensor_parallel is 1"),
+        (2, ["--context_parallel", "2", "--patch_size", "48"], "16 x 32 does not divide into patches of 48"),
         (2, ["--parallel_order", "tp-dp"], "names dp, cp and tp once each"),
     ],
 )

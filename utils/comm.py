@@ -1,7 +1,8 @@
 """The grid of processes: data (dp), context (cp) and tensor (tp) parallel axes, and their communication groups.
 
-Every rank has a place on each axis. The group of an axis holds the ranks that differ in their place on that axis only;
-the group of two axes, such as dp-cp, those that differ on these two only. Pipeline parallelism (pp) has size 1.
+Every rank has a place, a coordinate, on each axis. The group of an axis holds the ranks that differ in their place on
+that axis only; the group of two axes, such as dp-cp, those that differ on these two only. Pipeline parallelism (pp) has
+size 1.
 """
 
 import math

@@ -94,10 +94,10 @@ class Config:
     disable_broadcast_buffers: bool = _key(False, "DDP does not broadcast buffers before each forward pass")
 
     # Model parallelism
-    tensor_parallel: int = _key(1, "ranks that share the weights of a layer", at_least=1, chapter=2)
-    context_parallel: int = _key(1, "ranks that share the tokens of an image", at_least=1, chapter=2)
+    tensor_parallel: int = _key(1, "ranks that split the weights of a layer", at_least=1, chapter=2)
+    context_parallel: int = _key(1, "ranks that split the tokens of an image", at_least=1, chapter=2)
     parallel_order: str = _key("tp-cp-dp", "axes of the grid of ranks, neighbours first", chapter=2)
-    sequence_parallel: bool = _key(True, "share the tokens over the tensor parallel ranks too", chapter=2)
+    sequence_parallel: bool = _key(True, "split the tokens over the tensor parallel ranks too", chapter=2)
     sp_regather: bool = _key(False, "gather tokens once more in the backward pass: less memory", chapter=2)
     cp_attention: str = _key("gather", "attention over context ranks", choices=("gather", "ulysses"), chapter=2)
 

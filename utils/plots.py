@@ -11,11 +11,11 @@ from matplotlib.patches import FancyBboxPatch
 from utils.comm import rank_groups
 
 MEANING = {
-    "tp": "ranks that share the weights of a layer",
-    "cp": "ranks that share the tokens of an image",
-    "dp": "ranks with other samples",
+    "tp": "ranks that split the weights of a layer",
+    "cp": "ranks that split the tokens of an image",
+    "dp": "same weights, different samples",
     "tp-cp": "ranks that hold one copy of the model",
-    "dp-cp": "ranks whose gradients are averaged",
+    "dp-cp": "ranks that add up gradients",
 }
 
 
@@ -79,16 +79,24 @@ def grid_figure(sizes: Mapping[str, int], order: str, ranks_per_node: int = 4) -
         sizes: of the axes dp, cp and tp.
         order: the axes, the one that varies fastest first, such as `tp-cp-dp`.
     """
-    colours = matplotlib.colormaps["tab20"].colors
     nodes = -(-sizes["dp"] * sizes["cp"] * sizes["tp"] // ranks_per_node)
     figure = Figure(figsize=(3.2 * len(MEANING), 1.2 + 0.65 * nodes), layout="constrained")
     for axes, (name, meaning) in zip(figure.subplots(1, len(MEANING)), MEANING.items()):
         groups = rank_groups(sizes, order, name)
+        colours = matplotlib.colormaps["tab20" if len(groups) <= 20 else "turbo"]
         for i, ranks in enumerate(groups):
             for rank in ranks:
                 node, place = divmod(rank, ranks_per_node)
                 corner = (place + 0.12, node + 0.15)
-                axes.add_patch(FancyBboxPatch(corner, 0.76, 0.7, "round,pad=0.05", color=colours[i % len(colours)]))
+                axes.add_patch(
+                    FancyBboxPatch(
+                        corner,
+                        0.76,
+                        0.7,
+                        "round,pad=0.05",
+                        color=colours(i / max(len(groups) - 1, 1) if len(groups) > 20 else i),
+                    )
+                )
                 axes.text(place + 0.5, node + 0.5, str(rank), ha="center", va="center")
         axes.set(xlim=(0, ranks_per_node), ylim=(nodes, 0), xticks=[], yticks=np.arange(nodes) + 0.5)
         axes.set_yticklabels([f"node {node}" for node in range(nodes)] if name == "tp" else [])

@@ -115,7 +115,7 @@ class Run:
             *(len(data.train_loader), config.num_iters),
         )
         self.log(
-            "Model: %s parameters, %.4g GFLOP a sample forward",
+            "Model: %s parameters on each rank, %.4g GFLOP a sample forward",
             f"{sum(p.numel() for p in model.parameters()):,}",
             self.flops / 1e9,
         )

@@ -21,6 +21,8 @@ class TokenShard:
         img_size: H and W of the image.
         index: which chunk, counted from 0.
         group: the ranks that hold the other chunks of the same image; needed where there is more than one.
+
+    Raises ValueError where the image does not divide into patches.
     """
 
     def __init__(
@@ -32,6 +34,11 @@ class TokenShard:
         group: dist.ProcessGroup | None = None,
     ):
         (H, W), P = img_size, patch_size
+        if H % P or W % P:
+            raise ValueError(
+                f"an image of {H} x {W} does not divide into patches of {P}: "
+                f"take a patch_size that divides both, or crop with --img_size"
+            )
         self.img_size, self.patch_size, self.shards, self.group = (H, W), P, shards, group
         self.columns = W // P
         self.total = H // P * self.columns  # tokens of the whole image

@@ -23,15 +23,15 @@ ROWS = {
         ("copy  f", "nothing|all-reduce", COLLECTIVE),
         ("fc1, GELU", "own hidden units", SLICE),
         ("fc2", "own hidden units", SLICE),
-        ("reduce  g", "all-reduce|nothing", COLLECTIVE),
+        ("reduce  $\\bar{f}$", "all-reduce|nothing", COLLECTIVE),
         ("y", "all tokens", WHOLE),
     ],
     "MLP, sequence parallelism (tp)": [
         ("x", "own tokens", SHARD),
-        ("all_gather  $\\bar{g}$", "all-gather|reduce-scatter", COLLECTIVE),
+        ("all_gather  g", "all-gather|reduce-scatter", COLLECTIVE),
         ("fc1, GELU", "own hidden units", SLICE),
         ("fc2", "own hidden units", SLICE),
-        ("reduce_scatter", "reduce-scatter|all-gather", COLLECTIVE),
+        ("reduce_scatter  $\\bar{g}$", "reduce-scatter|all-gather", COLLECTIVE),
         ("y", "own tokens", SHARD),
     ],
     "attention, gathered (cp)": [

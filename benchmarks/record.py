@@ -1,0 +1,32 @@
+"""The records in results/: machine, versions, command, figures with their spread."""
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def device_name() -> str:
+    """Return the GPU's name, else the processor's."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def write_record(path: Path, figures: dict[str, float], spread: dict[str, list[float]], **more: Any) -> None:
+    """Write the figures, and [min, max] of those that vary; NaN becomes null."""
+    record = {
+        "machine": {"device": device_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "command": " ".join(["python", *sys.argv]),
+        "figures": figures,
+        "spread": spread,
+        **more,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1).replace("NaN", "null") + "\n")

@@ -25,7 +25,7 @@ def test_the_solution_is_right():
 
 def test_the_empty_form_says_where_to_begin():
     done = check(FOLDER / "tensor_parallel_mlp.py")
-    assert done.returncode == 1 and "not yet: TODO 4" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "not yet: TODO 1" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow

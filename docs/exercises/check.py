@@ -9,8 +9,8 @@ import copy
 import importlib.util
 import multiprocessing
 import queue
-import socket
 import sys
+import tempfile
 from unittest import mock
 
 import torch
@@ -76,15 +76,15 @@ def check(path: str, rank: int, size: int) -> None:
             if close(y - (size - 1) * fc2.bias, whole_y):
                 raise Wrong(f"y holds fc2's bias {size} times: add it once, after the sum over the ranks")
             if not sums:
-                raise Wrong("y is a part of a sum: each rank has multiplied by its own hidden units only (TODO 2)")
-            raise Wrong("y differs from that of the whole MLP: look at the order of the mappings and layers (TODO 5)")
+                raise Wrong("y is a part of a sum: each rank has multiplied by its own hidden units only (TODO 3)")
+            raise Wrong("y differs from that of the whole MLP: look at the order of the mappings and layers (TODO 2)")
         forward = len(sums)
         say(rank, "the output is that of the whole MLP")
         y.backward(g)
         if not close(x.grad, whole_x.grad):
             if close(x.grad / size, whole_x.grad):
-                raise Wrong(f"the gradient of x is {size} times too large: it is summed twice (TODO 1 and TODO 3)")
-            raise Wrong("the gradient of x lacks what the other ranks' hidden units give (TODO 1)")
+                raise Wrong(f"the gradient of x is {size} times too large: it is summed twice (TODO 5 and TODO 4)")
+            raise Wrong("the gradient of x lacks what the other ranks' hidden units give (TODO 5)")
         say(rank, "the gradient of the input is whole")
     for name, dim in SLICES.items():
         expected = whole[name].grad if dim is None else whole[name].grad.chunk(size, dim)[rank]
@@ -93,7 +93,7 @@ def check(path: str, rank: int, size: int) -> None:
             times = found is not None and close(found / size, expected)
             raise Wrong(
                 f"the gradient of {name} is "
-                + (f"{size} times too large: what arrives in Reduce's backward is whole (TODO 3)" if times else "wrong")
+                + (f"{size} times too large: what arrives in Reduce's backward is whole (TODO 4)" if times else "wrong")
             )
     say(rank, "the gradients of the weights are right")
     if (forward, len(sums)) != (1, 2):
@@ -108,10 +108,10 @@ def say(rank: int, what: str) -> None:
         print(f"  right: {what}", flush=True)
 
 
-def run(path: str, rank: int, size: int, port: int, verdicts) -> None:
+def run(path: str, rank: int, size: int, folder: str, verdicts) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=size)
     try:
         check(path, rank, size)
         verdict = None
@@ -123,28 +123,29 @@ def run(path: str, rank: int, size: int, port: int, verdicts) -> None:
     dist.destroy_process_group()
 
 
-def main(path: str) -> int:
+def on_ranks(path: str, size: int, folder: str) -> str | None:
+    """Check on `size` ranks; return what is wrong on the first that says so, or None."""
     context = multiprocessing.get_context("spawn")
+    verdicts = context.Queue()
+    ranks = [context.Process(target=run, args=(path, r, size, folder, verdicts), daemon=True) for r in range(size)]
+    for process in ranks:
+        process.start()
+    try:
+        for _ in ranks:  # as they come: the others may wait for the one that failed
+            if wrong := verdicts.get(timeout=SECONDS):
+                return wrong
+    except queue.Empty:
+        return "the ranks wait for each other: do all of them call the same collectives, in the same order?"
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def main(path: str) -> int:
     for size in (2, 4):
         print(f"{size} ranks", flush=True)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        verdicts = context.Queue()
-        ranks = [context.Process(target=run, args=(path, r, size, port, verdicts), daemon=True) for r in range(size)]
-        for process in ranks:
-            process.start()
-        wrong = None
-        try:
-            for _ in ranks:  # as they come: the others may wait for the one that failed
-                wrong = wrong or verdicts.get(timeout=SECONDS if wrong is None else 0.1)
-        except queue.Empty:
-            wrong = (
-                wrong or "the ranks wait for each other: do all of them call the same collectives, in the same order?"
-            )
-        for process in ranks:
-            process.join(1)
-            process.kill()
+        with tempfile.TemporaryDirectory() as folder:
+            wrong = on_ranks(path, size, folder)
         if wrong:
             print(f"  not yet: {wrong}")
             return 1

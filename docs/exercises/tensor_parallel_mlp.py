@@ -1,4 +1,4 @@
-"""Exercise: make the MLP of a transformer block tensor parallel. Fill in the five places marked TODO, then run
+"""Exercise: make the MLP of a transformer block tensor parallel. Fill in TODO 1 to 5; this tells what is next:
 
     python docs/exercises/check.py docs/exercises/tensor_parallel_mlp.py
 
@@ -6,8 +6,9 @@ The MLP is  y = gelu(x A^T + a) B^T + b.  Each of the ranks shall hold an equal 
 and of a, and the same columns of B. All ranks get the same x and shall return the same y.
 
 Think first: what does each rank's product with its columns of B lack? Which collective mends that? Then the backward
-pass: each rank computes the gradient of x through its own hidden units only. (Shoeybi et al. 2019, section 3. Our own
-answer is in distributed/layers.py, and solved for this page in tensor_parallel_mlp_solution.py.)
+pass: each rank computes the gradient of x through its own hidden units only. `dist.all_reduce(t)` adds up t over all
+ranks, in place; t must be contiguous, and is best a copy of what you were given. (Shoeybi et al. 2019, section 3. Our
+own layers are in distributed/layers.py, a solution of this page in tensor_parallel_mlp_solution.py.)
 """
 
 import torch
@@ -25,7 +26,7 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        raise NotImplementedError("TODO 1: grad is this rank's part of the gradient of x")
+        raise NotImplementedError("TODO 5: grad is this rank's part of the gradient of x")
 
 
 class Reduce(torch.autograd.Function):
@@ -33,11 +34,11 @@ class Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        raise NotImplementedError("TODO 2: return the whole sum (and leave the tensor x as it is)")
+        raise NotImplementedError("TODO 3: return the whole sum")
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        raise NotImplementedError("TODO 3: every rank has the same grad already")
+        raise NotImplementedError("TODO 4: every rank has the same grad already")
 
 
 class ParallelMLP(nn.Module):
@@ -50,9 +51,9 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, fc1: nn.Linear, fc2: nn.Linear, rank: int, size: int):
         super().__init__()
-        # TODO 4: self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias: parameters with this rank's slices.
+        # TODO 1: self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias: parameters with this rank's slices.
         # chunk() cuts, and clone() makes a tensor of its own. Which of the four is not cut?
-        raise NotImplementedError("TODO 4: slice the weights")
+        raise NotImplementedError("TODO 1: slice the weights")
 
     def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("TODO 5: Copy.apply, the two layers with a GELU between, Reduce.apply, the bias")
+        raise NotImplementedError("TODO 2: Copy.apply, the two layers with a GELU between, Reduce.apply, the bias")

@@ -47,6 +47,26 @@ VARIANTS = {
 }
 
 
+def name_in_words(variant: Variant) -> str:
+    """Return what differs, in Markdown: "`train_mp.py`, 2 ranks, `--tensor_parallel 2`"."""
+    parts = [f"`{variant.script}`" if variant.script != "train.py" else ""]
+    parts += [f"{variant.ranks} ranks" if variant.ranks > 1 else ""]
+    parts += [f"`{' '.join(variant.flags)}`" if variant.flags else ""]
+    return ", ".join(filter(None, parts)) or "nothing: the noise of the machine"
+
+
+def table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
+    """Return the figures of a record as the README shows them."""
+    lines = ["| what changes | ratio | range | loss change |", "|---|---|---|---|"]
+    for name, variant in {"the same again": Variant(), **VARIANTS}.items():
+        low, high = spread[f"ratio of {name}"]
+        change = figures.get(f"loss change of {name}")
+        loss = "" if change is None else f"{change:.0e}" if change else "none"
+        ratio = f"{figures[f'ratio of {name}']:.2f} | {low:.2f} to {high:.2f}"
+        lines.append(f"| {name_in_words(variant)} | {ratio} | {loss} |")
+    return "\n".join(lines)
+
+
 def run(script: str, flags: list[str], ranks: int, iterations: int) -> tuple[float, list[float]]:
     """Train in a process of its own; return samples per second, and the losses."""
     with tempfile.TemporaryDirectory() as folder:
@@ -106,9 +126,7 @@ def main() -> None:
         **{f"ratio of {n}": [min(r), max(r)] for n, r in ratios.items()},
     }
     write_record(args.json, figures, spread)
-    for name, ratio in ratios.items():
-        loss = f"   loss {changes[name]:.1e}" if name in changes else ""
-        print(f"{name:28s} {statistics.median(ratio):5.2f}   ({min(ratio):.2f} to {max(ratio):.2f}){loss}")
+    print(table(figures, spread))
 
 
 if __name__ == "__main__":

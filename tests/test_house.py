@@ -102,9 +102,12 @@ def test_the_notebook_of_the_grid_runs(tmp_path):
 
 
 def test_the_readme_has_the_figures_of_the_records():
+    from benchmarks.flags import table as flags_table
     from benchmarks.simulate import table
 
     text, results = (ROOT / "README.md").read_text(), ROOT / "benchmarks/results"
+    flags = json.loads((results / "flags.json").read_text())
+    assert flags_table(flags["figures"], flags["spread"]) in text
     simulated = json.loads((results / "simulate.json").read_text())
     assert table(simulated["grids"]) in text
     assert simulated["figures"]["activations_tp4_over_tp1"] < 0.36

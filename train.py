@@ -132,7 +132,8 @@ def validate(model: nn.Module, data: WeatherData, config: Config) -> tuple[dict,
 def prepare_device(config: Config, local_rank: int) -> torch.device:
     """Return this rank's device, set up. Raises ValueError for what it cannot do."""
     device = pick_device(config.device, local_rank)
-    check_attention(config.attention, config.embed_dim // config.num_heads, device, AMP_DTYPE[config.amp_mode])
+    head_dim, dtype = config.embed_dim // config.num_heads, AMP_DTYPE[config.amp_mode]
+    check_attention(config.attention, head_dim, device, dtype, config.dropout)
     check_compiler(config.enable_jit)
     allow_tf32(config.tf32)
     return device

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients
 from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
-from networks.vit import ViT
-from train import build_optimizer
+from networks.vit import ViT, check_attention
+from train import AMP_DTYPE, build_optimizer
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
 from utils.config import Config, load_config
@@ -103,6 +103,8 @@ def simulate(dp: int, argv: Sequence[str]) -> dict:
     try:
         grid = Grid(dist.get_world_size(), 0, config.tensor_parallel, config.context_parallel, config.parallel_order)
         check_parallel(config, grid)
+        head_dim = config.embed_dim // config.num_heads
+        check_attention(config.attention, head_dim, torch.device("cpu"), AMP_DTYPE[config.amp_mode], config.dropout)
         config = config.with_batches(dp)
         grid.create_groups()
         # Weights have no values here, and drawing them looks at values.
@@ -115,11 +117,14 @@ def simulate(dp: int, argv: Sequence[str]) -> dict:
 def step_of(config: Config, grid: Grid) -> dict:
     """Run two steps and return what `simulate` returns."""
     shard = shard_tokens(config, grid)
-    channels = config.n_in_channels, config.n_out_channels
+    named, numbers = (config.in_channels, config.out_channels), (config.n_in_channels, config.n_out_channels)
+    channels = [len(names) if names else number for names, number in zip(named, numbers)]
+    if config.residual and channels[1] > channels[0]:
+        raise ValueError(f"residual needs every forecast channel among the inputs: {channels[1]} of {channels[0]}")
     serial = ViT(
         config.img_size, config.patch_size, *channels, config.embed_dim, config.depth, config.num_heads,
         dropout=config.dropout, drop_path=config.drop_path, attention=config.attention,
-        residual=range(config.n_out_channels) if config.residual else None,
+        residual=range(channels[1]) if config.residual else None,
     )  # fmt: skip
     model = ParallelViT(serial, config, grid, shard)
     samples = config.local_batch_size * config.accumulation_steps
@@ -130,7 +135,8 @@ def step_of(config: Config, grid: Grid) -> dict:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
     tracker.track_external(model, optimizer, *batch)
-    if grid.get_size("dp-cp") > 1:
+    uses_ddp = grid.get_size("dp-cp") > 1 and not config.noddp
+    if uses_ddp:
         tracker.track_external(keep_gradients_in_buckets(model))
     model.register_forward_hook(lambda *_: after_forward.update(parts_of(tracker, "current")))
     with tracker, counter:
@@ -141,7 +147,7 @@ def step_of(config: Config, grid: Grid) -> dict:
             scaler.update()
             gradients.norm([p.grad for p in model.parameters()])
             optimizer.step()
-    if grid.get_size("dp-cp") > 1:
+    if uses_ddp:
         counter.bytes["dp-cp", "all_reduce"] += size  # in buckets
     peak = parts_of(tracker, "peak")
     return {
@@ -200,6 +206,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--dp", type=int, default=1, help="copies of the model")
     args, flags = parser.parse_known_args()
+    if args.dp < 1:
+        sys.exit(f"simulate.py: dp is {args.dp}: take 1 or more")
     grids = {f"dp {args.dp} {' '.join(flags)}": (args.dp, flags)} if flags else GRIDS
     try:
         results = {name: simulate(dp, argv) for name, (dp, argv) in grids.items()}

@@ -209,18 +209,20 @@ class ViT(nn.Module):
         return 2 * N * patch * D + len(self.blocks) * (24 * N * D**2 + 4 * N**2 * D)
 
 
-def check_attention(kernel: str, head_dim: int, device: torch.device, dtype: torch.dtype | None) -> None:
+def check_attention(
+    kernel: str, head_dim: int, device: torch.device, dtype: torch.dtype | None, dropout: float = 0.0
+) -> None:
     """Try the SDPA backend on a few tokens; `dtype` None stands for the default one.
 
-    Raises ValueError where the device, the dtype or the head size is not one that it takes.
+    Raises ValueError where the device, the dtype, the head size or dropout is not one that it takes.
     """
     q = torch.zeros(1, 1, 16, head_dim, device=device, dtype=dtype, requires_grad=True)
     try:
         with attention_kernel(kernel), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one for each backend that does not fit: the line below says it
-            F.scaled_dot_product_attention(q, q, q).sum().backward()
+            F.scaled_dot_product_attention(q, q, q, dropout_p=dropout).sum().backward()
     except RuntimeError:
         raise ValueError(
-            f"attention {kernel!r} does not run on {device.type} with {q.dtype} and head size {head_dim}: "
-            f"take --attention auto"
+            f"attention {kernel!r} does not run on {device.type} with {q.dtype}, head size {head_dim} and dropout "
+            f"{dropout}: take --attention auto"
         ) from None

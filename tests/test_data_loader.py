@@ -110,6 +110,20 @@ def test_only_the_channels_and_rows_asked_for_are_read(tmp_path, monkeypatch):
     assert bytes_read == [2 * 16 * 32 * 4]
 
 
+def test_a_damaged_file_is_named(tmp_path):
+    write_file(tmp_path / "2000.h5", fields(4, 2, 16, 32), chunks=(1, 2, 16, 32), fletcher32=True)
+    with h5py.File(tmp_path / "2000.h5") as file:
+        damaged = file["fields"].id.get_chunk_info(2).byte_offset
+    with (tmp_path / "2000.h5").open("r+b") as file:
+        file.seek(damaged)
+        file.write(b"wrong")
+    reader = FrameReader(Files.open(str(tmp_path)), [0, 1], range(16), 32)
+    frame = np.empty((2, 16, 32), np.float32)
+    reader.read(0, 1, frame)
+    with pytest.raises(OSError, match="2000.h5: frame 2 cannot be read"):
+        reader.read(0, 2, frame)
+
+
 def bytes_read_by_this_process():
     return int(Path("/proc/self/io").read_text().split()[1])
 

@@ -217,6 +217,21 @@ def attention_that_needs_a_gpu(folder):
     return ["--attention", "cudnn"]
 
 
+@case("attention 'flash' does not run on cpu", "dropout 0.1", "--attention auto")
+def attention_that_has_no_dropout(folder):
+    return ["--attention", "flash", "--dropout", "0.1"]
+
+
+@case("run_num is '..'", "names one folder")
+def run_num_that_is_a_path(folder):
+    return ["--run_num", ".."]
+
+
+@case("run_num is ''", "names one folder")
+def run_num_that_is_empty(folder):
+    return ["--run_num", ""]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """The results of all cases on two ranks: name -> (rank 0's, rank 1's)."""

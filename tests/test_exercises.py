@@ -33,6 +33,7 @@ def test_the_empty_form_says_where_to_begin():
     "right, wrong, hint",
     [
         ("dist.all_reduce(x)", "pass", "y is a part of a sum"),
+        ("        return Reduce.apply(", "        x = Reduce.apply(", "forward returns nothing"),
         ("dist.all_reduce(grad)", "pass", "lacks what the other ranks' hidden units give"),
         (
             "        return grad\n\n\nclass ParallelMLP",

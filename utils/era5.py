@@ -139,9 +139,12 @@ class FrameReader:
         rows, W = slice(self.rows.start, self.rows.stop), self.shape[-1]
         for start, source, length in self.runs:
             # Straight into the batch: no copy, and nothing read that is not needed.
-            self._open[file].read_direct(
-                out, np.s_[t, source : source + length, rows, :W], np.s_[start : start + length, :, :]
-            )
+            try:
+                self._open[file].read_direct(
+                    out, np.s_[t, source : source + length, rows, :W], np.s_[start : start + length, :, :]
+                )
+            except OSError as error:
+                raise OSError(f"{self.files.paths[file]}: frame {t} cannot be read: {error}") from None
 
 
 def channel_indices(names: tuple[str, ...], wanted: tuple[str, ...] | None, count: int, key: str) -> list[int]:

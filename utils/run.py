@@ -26,8 +26,10 @@ from utils.weather_data import WeatherData
 def make_run_folder(config: Config, name: str) -> Path:
     """Create `<expdir>/<config>/<name>/<run_num>/` and return it; an old folder of that name is renamed aside.
 
-    Raises ValueError where it cannot be written.
+    Raises ValueError where it cannot be written, or where `run_num` is not the name of a folder.
     """
+    if config.run_num in ("", ".", "..") or "/" in config.run_num:
+        raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
     path = Path(config.expdir) / config.config / name / config.run_num
     try:
         if path.exists():

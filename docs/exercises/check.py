@@ -11,6 +11,7 @@ import multiprocessing
 import queue
 import sys
 import tempfile
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -37,11 +38,22 @@ def load(path: str):
 
 
 def close(a, b) -> bool:
-    return a is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+    return isinstance(a, torch.Tensor) and a.shape == b.shape and torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
 def check(path: str, rank: int, size: int) -> None:
     """Raise Wrong at the first thing that is not right."""
+    sums, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sums.append(tensor)
+        return all_reduce(tensor, *args, **kwargs)
+
+    with mock.patch("torch.distributed.all_reduce", counted):  # before the solution is loaded
+        compare(load(path), rank, size, sums)
+
+
+def compare(parallel_mlp: type[nn.Module], rank: int, size: int, sums: list) -> None:
     torch.manual_seed(0)
     fc1, fc2 = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
     x, g = torch.randn(2, 3, 5, DIM)  # B N D, and the gradient of the output
@@ -50,7 +62,7 @@ def check(path: str, rank: int, size: int) -> None:
     whole_y = fc2(F.gelu(fc1(whole_x)))
     whole_y.backward(g)
 
-    model = load(path)(copy.deepcopy(fc1), copy.deepcopy(fc2), rank, size)
+    model = parallel_mlp(copy.deepcopy(fc1), copy.deepcopy(fc2), rank, size)
     whole = {"fc1_weight": fc1.weight, "fc1_bias": fc1.bias, "fc2_weight": fc2.weight, "fc2_bias": fc2.bias}
     own = {n: p if SLICES[n] is None else p.chunk(size, SLICES[n])[rank] for n, p in whole.items()}
     for name, slice_ in own.items():
@@ -64,28 +76,23 @@ def check(path: str, rank: int, size: int) -> None:
             )
     say(rank, "each rank holds its slices")
 
-    sums, all_reduce = [], dist.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        sums.append(tensor)
-        return all_reduce(tensor, *args, **kwargs)
-
-    with mock.patch("torch.distributed.all_reduce", counted):
-        y = model(x)
-        if not close(y, whole_y):
-            if close(y - (size - 1) * fc2.bias, whole_y):
-                raise Wrong(f"y holds fc2's bias {size} times: add it once, after the sum over the ranks")
-            if not sums:
-                raise Wrong("y is a part of a sum: each rank has multiplied by its own hidden units only (TODO 3)")
-            raise Wrong("y differs from that of the whole MLP: look at the order of the mappings and layers (TODO 2)")
-        forward = len(sums)
-        say(rank, "the output is that of the whole MLP")
-        y.backward(g)
-        if not close(x.grad, whole_x.grad):
-            if close(x.grad / size, whole_x.grad):
-                raise Wrong(f"the gradient of x is {size} times too large: it is summed twice (TODO 5 and TODO 4)")
-            raise Wrong("the gradient of x lacks what the other ranks' hidden units give (TODO 5)")
-        say(rank, "the gradient of the input is whole")
+    y = model(x)
+    if y is None:
+        raise Wrong("forward returns nothing")
+    if not close(y, whole_y):
+        if close(y - (size - 1) * fc2.bias, whole_y):
+            raise Wrong(f"y holds fc2's bias {size} times: add it once, after the sum over the ranks")
+        if not sums:
+            raise Wrong("y is a part of a sum: each rank has multiplied by its own hidden units only (TODO 3)")
+        raise Wrong("y differs from that of the whole MLP: look at the order of the mappings and layers (TODO 2)")
+    forward = len(sums)
+    say(rank, "the output is that of the whole MLP")
+    y.backward(g)
+    if not close(x.grad, whole_x.grad):
+        if x.grad is not None and close(x.grad / size, whole_x.grad):
+            raise Wrong(f"the gradient of x is {size} times too large: it is summed twice (TODO 5 and TODO 4)")
+        raise Wrong("the gradient of x lacks what the other ranks' hidden units give (TODO 5)")
+    say(rank, "the gradient of the input is whole")
     for name, dim in SLICES.items():
         expected = whole[name].grad if dim is None else whole[name].grad.chunk(size, dim)[rank]
         found = model.get_parameter(name).grad
@@ -117,7 +124,7 @@ def run(path: str, rank: int, size: int, folder: str, verdicts) -> None:
         verdict = None
     except (Wrong, NotImplementedError) as error:
         verdict = str(error)
-    except Exception as error:
+    except BaseException as error:  # sys.exit in a solution as well
         verdict = f"{type(error).__name__}: {error}"
     verdicts.put(verdict)
     dist.destroy_process_group()
@@ -154,6 +161,6 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or not sys.argv[1].endswith(".py") or not Path(sys.argv[1]).is_file():
         sys.exit("check.py: name the file of your solution, such as docs/exercises/tensor_parallel_mlp.py")
     sys.exit(main(sys.argv[1]))

@@ -22,7 +22,8 @@ clipping and DropPath, which draws the same numbers on every grid.
 
 - re-gather, accumulation (2 parts), compile (each block in one graph), clipping, DropPath: as above, 1e-12 is allowed.
 - 4,050 tokens: the full image, over shards that do not divide them; 2 steps of 2 samples, 1e-12 is allowed.
-- dropout: each rank draws its own masks. Ranks that hold the same parameter still hold the same bits.
+- dropout: each rank draws its own masks. Ranks that hold the same parameter still hold the same bits. (Plain tensor
+  parallelism refuses dropout, and has nothing to re-gather.)
 - float32: the losses of 20 steps, 2e-6 is allowed; first gradients and all norms agree to 1e-5.
 - bf16, fp16: the worst error of a first gradient over that of `train.py` itself in this mode; 2 is allowed. Losses
   agree with those of `train.py` in this mode to 1e-3. In fp16 a gradient overflows on one rank in the second step: all

@@ -83,20 +83,14 @@ def grid_figure(sizes: Mapping[str, int], order: str, ranks_per_node: int = 4) -
     figure = Figure(figsize=(3.2 * len(MEANING), 1.2 + 0.65 * nodes), layout="constrained")
     for axes, (name, meaning) in zip(figure.subplots(1, len(MEANING)), MEANING.items()):
         groups = rank_groups(sizes, order, name)
-        colours = matplotlib.colormaps["tab20" if len(groups) <= 20 else "turbo"]
-        for i, ranks in enumerate(groups):
+        colours = matplotlib.colormaps["tab20"].colors
+        if len(groups) > len(colours):
+            colours = matplotlib.colormaps["turbo"](np.linspace(0, 1, len(groups)))
+        for colour, ranks in zip(colours, groups):
             for rank in ranks:
                 node, place = divmod(rank, ranks_per_node)
                 corner = (place + 0.12, node + 0.15)
-                axes.add_patch(
-                    FancyBboxPatch(
-                        corner,
-                        0.76,
-                        0.7,
-                        "round,pad=0.05",
-                        color=colours(i / max(len(groups) - 1, 1) if len(groups) > 20 else i),
-                    )
-                )
+                axes.add_patch(FancyBboxPatch(corner, 0.76, 0.7, "round,pad=0.05", color=colour))
                 axes.text(place + 0.5, node + 0.5, str(rank), ha="center", va="center")
         axes.set(xlim=(0, ranks_per_node), ylim=(nodes, 0), xticks=[], yticks=np.arange(nodes) + 0.5)
         axes.set_yticklabels([f"node {node}" for node in range(nodes)] if name == "tp" else [])

@@ -60,7 +60,7 @@ benchmark: data/demo
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
 
-# Is the certificate worth something? Removes or doubles every reduction, one at a time: about 11 minutes.
+# Is the certificate worth something? Removes or doubles every reduction, one at a time: about 10 minutes.
 mutations: $(READY)
 	$(PYTHON) tests/mutations.py
 

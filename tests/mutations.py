@@ -1,6 +1,6 @@
 """Does the certificate see every reduction? Remove or double each, one at a time, and run it on the changed code.
 
-    make mutations          about 15 minutes on 2 cores
+    make mutations          about 10 minutes on 2 cores
 
 A change that the certificate does not see ends the run with code 1. The overflow of fp16 is a MAX, which is removed
 only: doubled, it is the same. (So is the recorded norm, and it is equal on all ranks but with --noddp.)
@@ -153,11 +153,8 @@ def main() -> int:
                 [sys.executable, *CERTIFICATE, *MODES], cwd=copy, capture_output=True, text=True, timeout=600
             )
             (copy / file).write_text(original)
-            seen = [
-                line
-                for line in done.stderr.splitlines()
-                if " is off by " in line or " differs " in line or " steps " in line
-            ]
+            found = [line for line in done.stderr.splitlines() if line.startswith("certificate: ")]
+            seen = [line for line in found if "ended early" not in line]  # a crash is no proof
             print(f"{'seen' if seen else 'NOT SEEN'}: {meaning}\n    {(seen or ['no error'])[-1]}", flush=True)
             if not seen:
                 survivors.append(meaning)

@@ -12,6 +12,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from networks.vit import ViT, check_attention
+from networks.attention import pick_attention
+from networks.vit import ViT
+from utils.compiler import check_compiler, compile_modules
 from utils.config import Config, load_config
-from utils.device import allow_tf32, check_compiler, pick_device
+from utils.device import allow_tf32, pick_device
 from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
 from utils.profiling import span
@@ -80,18 +83,31 @@ def learning_rate(iteration: int, config: Config) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def train(
-    step: Callable[..., Tensor],
-    model: nn.Module,
+def update_weights(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    data: WeatherData,
     config: Config,
-    run: Run,
+    lr: float,
     total_norm: Callable[[list[Tensor]], Tensor] = get_total_norm,
-) -> None:
-    """Train for `num_iters` optimiser steps; validate after each epoch and at the end."""
-    parameters = list(model.parameters())
+) -> Tensor:
+    """Take a step of the optimiser, and return the norm of the whole gradient, before clipping."""
+    (group,) = optimizer.param_groups
+    group["lr"] = lr
+    scaler.unscale_(optimizer)
+    grad_norm = total_norm([p.grad for p in group["params"]])
+    if config.clip_grad_norm is not None:
+        clip_grads_with_norm_(group["params"], config.clip_grad_norm, grad_norm)
+    scaler.step(optimizer)  # skipped where a gradient overflowed
+    scaler.update()
+    return grad_norm
+
+
+def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData, config: Config, run: Run) -> None:
+    """Train for `num_iters` iterations; validate after each epoch and at the end.
+
+    `step(inp, target)` fills the gradients and returns the loss; `update(lr)` changes the weights and returns the
+    norm of the gradient.
+    """
     run.log("Starting Training Loop...")
     while not run.should_stop:
         model.train()
@@ -100,17 +116,10 @@ def train(
             with span(f"step {i}"):
                 with span(f"data copy in {i}"):
                     inp, target = data.to_device(batch)
-                loss = step(model, inp, target, scaler, config)
+                loss = step(inp, target)
                 with span("optimizer"):
                     lr = learning_rate(i, config)
-                    for group in optimizer.param_groups:
-                        group["lr"] = lr
-                    scaler.unscale_(optimizer)
-                    grad_norm = total_norm([p.grad for p in parameters])
-                    if config.clip_grad_norm is not None:
-                        clip_grads_with_norm_(parameters, config.clip_grad_norm, grad_norm)
-                    scaler.step(optimizer)  # skipped where a gradient overflowed
-                    scaler.update()
+                    grad_norm = update(lr)
             run.after_step(loss, grad_norm, lr)
         run.after_epoch(*validate(model, data, config))
 
@@ -131,10 +140,8 @@ def validate(model: nn.Module, data: WeatherData, config: Config) -> tuple[dict,
 
 def prepare_device(config: Config, local_rank: int) -> torch.device:
     """Return this rank's device, set up. Raises ValueError for what it cannot do."""
-    device = pick_device(config.device, local_rank)
-    head_dim, dtype = config.embed_dim // config.num_heads, AMP_DTYPE[config.amp_mode]
-    check_attention(config.attention, head_dim, device, dtype, config.dropout)
-    check_compiler(config.enable_jit)
+    device = pick_device(config.device, local_rank, config.expandable_segments)
+    check_compiler(config, device)
     allow_tf32(config.tf32)
     return device
 
@@ -142,10 +149,13 @@ def prepare_device(config: Config, local_rank: int) -> torch.device:
 def build_model(config: Config, data: WeatherData) -> ViT:
     """Return the model, on the host; a seed gives the same weights everywhere."""
     torch.manual_seed(config.seed)
+    head_dim, dtype = config.embed_dim // config.num_heads, AMP_DTYPE[config.amp_mode]
+    kernel = pick_attention(config.attention, data.tokens.total, head_dim, data.device, dtype, config.dropout)
     return ViT(
         config.img_size, config.patch_size, len(data.in_names), len(data.out_names),
         config.embed_dim, config.depth, config.num_heads,
-        dropout=config.dropout, drop_path=config.drop_path, attention=config.attention,
+        dropout=config.dropout, drop_path=config.drop_path, attention=kernel,
+        activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
         residual=data.origins if config.residual else None, residual_scale=data.residual_scale,
     )  # fmt: skip
 
@@ -155,10 +165,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 def data_parallel(model: ViT, config: Config, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Compile the blocks, if asked to, and average gradients over the group (all ranks by default)."""
-    if config.enable_jit:
-        for block in model.blocks:  # a block each: DDP then sends gradients while the backward pass goes on
-            block.compile(fullgraph=True)
+    """Average gradients over the group (all ranks by default) in each backward pass."""
     if dist.get_world_size(group) == 1 or config.noddp:
         return model
     # Named only where it is switched off: newer versions of PyTorch rename this argument.
@@ -175,13 +182,18 @@ def main(world: World, argv: list[str]) -> None:
         device = prepare_device(config, world.local_rank)
         data = WeatherData(config, device, world.size, world.rank)
         model = build_model(config, data).to(device)
+        if config.enable_jit:  # by default block by block: DDP then sends gradients while the backward pass goes on
+            compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
     with Run(config, world, device, data, model.flops()) as run:
         run.describe(model, remarks)
+        run.watch_memory(model, optimizer)
         model = data_parallel(model, config)
-        train(forward_backward, model, optimizer, scaler, data, config, run)
+        step = partial(forward_backward, model, scaler=scaler, config=config)
+        update = partial(update_weights, optimizer, scaler, config)
+        train(step, update, model, data, config, run)
 
 
 if __name__ == "__main__":

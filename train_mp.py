@@ -13,13 +13,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distributed.helpers import GridScaler, TensorParallelGradients
 from distributed.mappings import reduce
 from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
-from train import build_model, build_optimizer, data_parallel, forward_backward, prepare_device, train
+from train import build_model, build_optimizer, data_parallel, forward_backward, prepare_device, train, update_weights
 from utils.comm import Grid
+from utils.compiler import compile_modules
 from utils.config import load_config
 from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
@@ -28,15 +29,17 @@ from utils.token_shard import TokenShard
 from utils.weather_data import WeatherData
 
 
-def make_step(grid: Grid, shard: TokenShard, gradients: TensorParallelGradients) -> Callable[..., Tensor]:
+def make_step(
+    serial_step: Callable[..., Tensor], grid: Grid, shard: TokenShard, gradients: TensorParallelGradients
+) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the step of chapter 1 with what a parallel model adds to it."""
     # A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
     distance = partial(relative_l2, total=partial(reduce, group=shard.group))
 
-    def step(model: nn.Module, inp: Tensor, target: Tensor, *rest) -> Tensor:
+    def step(inp: Tensor, target: Tensor) -> Tensor:
         """Fill the gradients: means over dp, sums over cp, and over tp where its ranks hold replicas."""
         # DDP divides by dp x cp, and the gradients are to be divided by dp only.
-        loss = forward_backward(model, inp, target, *rest, distance, gradient_factor=grid.get_size("cp"))
+        loss = serial_step(inp, target, distance=distance, gradient_factor=grid.get_size("cp"))
         gradients.sync()
         return loss
 
@@ -55,18 +58,20 @@ def main(world: World, argv: list[str]) -> None:
         shard = shard_tokens(config, grid)
         # The ranks of a tp-cp group hold the same samples, each its own tokens of them.
         data = WeatherData(config, device, grid.get_size("dp"), grid.get_rank("dp"), shard, grid.get_group("dp"))
-        serial = build_model(config, data)
-    model = ParallelViT(serial, config, grid, shard).to(device)
+        model = ParallelViT(build_model(config, data), config, grid, shard).to(device)
+        if config.enable_jit:
+            compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
     scaler = GridScaler(device.type, config.amp_mode == "fp16", grid.get_group("tp-cp"))
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
-    step = make_step(grid, shard, gradients)
     with Run(config, world, device, data, model.flops(), f"{grid.get_size('tp-cp')}MP") as run:
         run.describe(model, remarks)
-        run.log_memory(model)
+        run.watch_memory(model, optimizer)
         model = data_parallel(model, config, grid.get_group("dp-cp"))
-        train(step, model, optimizer, scaler, data, config, run, gradients.norm)
+        step = partial(forward_backward, model, scaler=scaler, config=config)
+        update = partial(update_weights, optimizer, scaler, config, total_norm=gradients.norm)
+        train(make_step(step, grid, shard, gradients), update, model, data, config, run)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def trained(module, argv: list[str], world: World, overflows: bool) -> dict:
         finally:
             torch.set_default_dtype(dtype)
 
-    def keep(step, model, optimizer, scaler, data, config, run, *norm):
+    def keep(step, update, model, data, config, run):
+        optimizer, scaler, *_ = update.args
         whole = getattr(model, "module", model)
         if overflows:
             overflow_once(whole)
@@ -74,7 +75,7 @@ def trained(module, argv: list[str], world: World, overflows: bool) -> dict:
                 kept["gradients"] = {n: p.grad.double() / scale for n, p in whole.named_parameters()}
             return loss
 
-        original(keeping_step, model, optimizer, scaler, data, config, run, *norm)
+        original(keeping_step, update, model, data, config, run)
         kept["weights"] = {n: p.detach().clone() for n, p in whole.named_parameters()}
         sharded = sharded_parameters(whole)
         kept["sharded"] = {n for n, p in whole.named_parameters() if p in sharded}

@@ -13,6 +13,7 @@ import argparse
 import collections
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -29,8 +30,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients
 from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
-from networks.vit import ViT, check_attention
-from train import AMP_DTYPE, build_optimizer
+from networks.attention import check_attention
+from networks.vit import ViT
+from train import AMP_DTYPE, build_optimizer, forward_backward
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
 from utils.config import Config, load_config
@@ -124,14 +126,16 @@ def step_of(config: Config, grid: Grid) -> dict:
     serial = ViT(
         config.img_size, config.patch_size, *channels, config.embed_dim, config.depth, config.num_heads,
         dropout=config.dropout, drop_path=config.drop_path, attention=config.attention,
+        activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
         residual=range(channels[1]) if config.residual else None,
     )  # fmt: skip
     model = ParallelViT(serial, config, grid, shard)
     samples = config.local_batch_size * config.accumulation_steps
     batch = [torch.zeros(samples, c, *shard.shape) for c in channels]
     optimizer = build_optimizer(model, config)
-    step = make_step(grid, shard, gradients := TensorParallelGradients(model, grid, is_sequence_parallel(config, grid)))
+    gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     scaler = GridScaler("cpu", config.amp_mode == "fp16", grid.get_group("tp-cp"))
+    step = make_step(partial(forward_backward, model, scaler=scaler, config=config), grid, shard, gradients)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
     tracker.track_external(model, optimizer, *batch)
@@ -142,7 +146,7 @@ def step_of(config: Config, grid: Grid) -> dict:
     with tracker, counter:
         for _ in range(2):  # in the second step the optimiser has its state
             tracker.reset_mod_stats(), counter.count.clear(), counter.bytes.clear()
-            step(model, *batch, scaler, config)
+            step(*batch)
             scaler.unscale_(optimizer)
             scaler.update()
             gradients.norm([p.grad for p in model.parameters()])

@@ -71,6 +71,8 @@ class ParallelViT(ViT):
     def __init__(self, serial: ViT, config: Config, grid: Grid, shard: TokenShard):
         nn.Module.__init__(self)
         self.patch_size, self.shard = serial.patch_size, shard
+        self.recompute_blocks, self.mlp_chunks = serial.recompute_blocks, serial.mlp_chunks
+        self.blocks_random = config.dropout > 0  # DropPath's numbers come from outside the blocks
         for name, module in serial.named_children():
             self.add_module(name, module)
         self.pos_embed = serial.pos_embed
@@ -97,9 +99,7 @@ class ParallelViT(ViT):
         own = slice(self.shard.first, self.shard.first + self.shard.count)
         tokens = self.pos_drop(self.patch_embed(x) + self.pos_embed[:, own])
         tokens = F.pad(tokens, (0, 0, 0, self.shard.length - self.shard.count))  # B n D, n equal on all ranks
-        for block in self.blocks:
-            tokens = block(tokens)
-        return self.decode(tokens[:, : self.shard.count], x)
+        return self.decode(self.run_blocks(tokens)[:, : self.shard.count], x)
 
     def draw_paths(self, x: Tensor) -> None:
         """Draw a number for each sample and DropPath, in the order in which the serial model draws them."""

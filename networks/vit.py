@@ -7,26 +7,15 @@ Shapes:  B batch   C channels   H W rows, columns   P patch size
          N patches (tokens), (H/P)(W/P), row-major   D embed_dim   h heads   d = D/h head size
 """
 
-import contextlib
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-ATTENTION = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
-def attention_kernel(name: str) -> contextlib.AbstractContextManager:
-    """Restrict SDPA to one backend; `auto` leaves the choice to PyTorch."""
-    return contextlib.nullcontext() if name == "auto" else sdpa_kernel(ATTENTION[name])
+from networks.attention import attention
 
 
 class PatchEmbed(nn.Module):
@@ -71,9 +60,7 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return softmax(q k / sqrt(d)) v for each head, [B, N, h, d]; q may have other tokens than k and v."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # B h N d
-        with attention_kernel(self.kernel):
-            x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop if self.training else 0.0)
-        return x.transpose(1, 2)
+        return attention(q, k, v, self.kernel, self.attn_drop if self.training else 0.0).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -107,20 +94,52 @@ class DropPath(nn.Module):
         return torch.rand(x.shape[0], 1, 1, device=x.device)
 
 
+def recomputed(function: Callable[[Tensor], Tensor], random: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function such that the backward pass keeps its input only, and computes all inside it once more.
+
+    Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost. `random` says that the function draws random
+    numbers, which must then be the same again.
+    """
+    if not torch.is_grad_enabled():
+        return function
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=random)
+
+
+def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunks: int) -> Tensor:
+    """Apply a function that works on each token alone to `chunks` parts of the tokens [B, N, D], one by one."""
+    parts = [function(part) for part in x.chunk(chunks, dim=1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
 class Block(nn.Module):
     """Attention and MLP, each normalised before and added after."""
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: int, dropout: float, drop_path: float, kernel: str):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: int,
+        dropout: float,
+        drop_path: float,
+        kernel: str,
+        mlp_chunks: int = 1,
+        recompute_mlp: bool = False,
+    ):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = Attention(dim, num_heads, dropout, kernel)
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = MLP(dim, mlp_ratio * dim, dropout)
         self.drop_path1, self.drop_path2 = (DropPath(drop_path) if drop_path else nn.Identity() for _ in range(2))
+        self.mlp_chunks, self.recompute_mlp, self.has_dropout = mlp_chunks, recompute_mlp, dropout > 0
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path1(self.attn(self.norm1(x)))
-        return x + self.drop_path2(self.mlp(self.norm2(x)))
+        mlp = recomputed(self.norm_mlp, self.has_dropout) if self.recompute_mlp else self.norm_mlp
+        return x + self.drop_path2(in_chunks(mlp, x, self.mlp_chunks))
+
+    def norm_mlp(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm2(x))
 
 
 class ViT(nn.Module):
@@ -132,7 +151,10 @@ class ViT(nn.Module):
             network then gives the state itself.
         residual_scale: factor of the change, one per output channel.
         drop_path: DropPath probability of the last block; it grows linearly from 0 at the first.
-        attention: SDPA backend: auto, flash, efficient, cudnn or math.
+        attention: kernel: auto (SDPA's choice), flash, efficient, cudnn or math.
+        activation_checkpoint: what the backward pass computes once more instead of keeping it: none, block or mlp.
+        mlp_chunks: parts of the tokens that pass through the MLPs and the head one after the other; with more than one,
+            the backward pass computes each part once more.
 
     Raises ValueError where the image does not divide into patches, or embed_dim into heads.
     """
@@ -150,6 +172,8 @@ class ViT(nn.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         attention: str = "auto",
+        activation_checkpoint: str = "none",
+        mlp_chunks: int = 1,
         residual: Sequence[int] | None = None,
         residual_scale: Sequence[float] | None = None,
     ):
@@ -170,7 +194,13 @@ class ViT(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches, embed_dim))
         self.pos_drop = nn.Dropout(dropout)
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(Block(embed_dim, num_heads, mlp_ratio, dropout, rate, attention) for rate in rates)
+        recompute_mlp = activation_checkpoint == "mlp" or mlp_chunks > 1
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, num_heads, mlp_ratio, dropout, rate, attention, mlp_chunks, recompute_mlp)
+            for rate in rates
+        )
+        self.recompute_blocks, self.mlp_chunks = activation_checkpoint == "block", mlp_chunks
+        self.blocks_random = dropout > 0 or drop_path > 0
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, out_chans * patch_size**2, bias=False)
         # Buffers live on the device: a Python list as index would be copied there in every step.
@@ -191,38 +221,29 @@ class ViT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.pos_drop(self.patch_embed(x) + self.pos_embed)  # B N D
+        return self.decode(self.run_blocks(tokens), x)
+
+    def run_blocks(self, tokens: Tensor) -> Tensor:
+        """Pass the tokens [B, N, D] through all blocks."""
         for block in self.blocks:
-            tokens = block(tokens)
-        return self.decode(tokens, x)
+            run = recomputed(block, self.blocks_random) if self.recompute_blocks else block
+            tokens = run(tokens)
+        return tokens
 
     def decode(self, tokens: Tensor, x: Tensor) -> Tensor:
         """Return the forecast [B, C_out, H, W] from the last block's tokens and the input."""
-        y = unpatchify(self.head(self.norm(tokens)), x.shape[-2:], self.patch_size)
+        head = recomputed(self.norm_head, random=False) if self.mlp_chunks > 1 else self.norm_head
+        y = in_chunks(head, tokens, self.mlp_chunks)
+        y = unpatchify(y, x.shape[-2:], self.patch_size)
         if self.residual is None:
             return y
         return x.index_select(1, self.residual) + self.residual_scale * y
+
+    def norm_head(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(tokens))
 
     def flops(self) -> int:
         """Floating point operations of one forward pass on one sample: its matrix products, two a multiply-add."""
         _, N, D = self.pos_embed.shape
         patch = self.patch_embed.proj.in_features + self.head.out_features
         return 2 * N * patch * D + len(self.blocks) * (24 * N * D**2 + 4 * N**2 * D)
-
-
-def check_attention(
-    kernel: str, head_dim: int, device: torch.device, dtype: torch.dtype | None, dropout: float = 0.0
-) -> None:
-    """Try the SDPA backend on a few tokens; `dtype` None stands for the default one.
-
-    Raises ValueError where the device, the dtype, the head size or dropout is not one that it takes.
-    """
-    q = torch.zeros(1, 1, 16, head_dim, device=device, dtype=dtype, requires_grad=True)
-    try:
-        with attention_kernel(kernel), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one for each backend that does not fit: the line below says it
-            F.scaled_dot_product_attention(q, q, q, dropout_p=dropout).sum().backward()
-    except RuntimeError:
-        raise ValueError(
-            f"attention {kernel!r} does not run on {device.type} with {q.dtype}, head size {head_dim} and dropout "
-            f"{dropout}: take --attention auto"
-        ) from None

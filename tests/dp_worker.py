@@ -28,7 +28,7 @@ def count(self):
     return no_sync(self)
 
 
-train.train = functools.partial(train.train, total_norm=keep)
+train.update_weights = functools.partial(train.update_weights, total_norm=keep)
 calls, no_sync = 0, train.DistributedDataParallel.no_sync
 train.DistributedDataParallel.no_sync = count
 start(train.main, argv)

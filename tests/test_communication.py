@@ -2,6 +2,7 @@
 
 import collections
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from distributed.helpers import TensorParallelGradients
 from distributed.parallelize import ParallelViT, is_sequence_parallel, shard_tokens
 from networks.vit import ViT
 from tests.helpers import ROOT, tiny_flags
-from train import data_parallel
+from train import data_parallel, forward_backward
 from train_mp import make_step
 from utils.comm import Grid
 from utils.config import load_config
@@ -105,10 +106,12 @@ def test_ddp_sends_each_gradient_once_a_step_over_dp_cp(tmp_path, cp):
             return done
 
         parallel.register_comm_hook(None, hook)
-        step = make_step(grid, shard, TensorParallelGradients(model, grid, is_sequence_parallel(config, grid)))
+        gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        step = make_step(partial(forward_backward, parallel, scaler=scaler, config=config), grid, shard, gradients)
         for _ in range(2):
             sent.clear()
-            step(parallel, *torch.randn(2, 4, 3, *shard.shape), torch.amp.GradScaler("cpu", enabled=False), config)
+            step(*torch.randn(2, 4, 3, *shard.shape))
             assert sum(sent) == sum(p.numel() for p in model.parameters())
     finally:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ import train
 import train_mp
 from distributed import mappings
 from distributed.helpers import GridScaler
-from networks.vit import ATTENTION, check_attention
+from networks.attention import BACKENDS, attention, check_attention
 from tests.helpers import records, run_here, tiny_flags
 from utils.device import allow_tf32
 from utils.launch import World, join
@@ -85,7 +85,7 @@ def test_the_loop_adds_no_synchronisation(tiny, monkeypatch, flags):
 
 @pytest.mark.parametrize("tokens", [128, 4050])
 @pytest.mark.parametrize("head_dim", [48, 128])
-@pytest.mark.parametrize("kernel", sorted(set(ATTENTION) - {"math"}))
+@pytest.mark.parametrize("kernel", sorted(BACKENDS))
 def test_attention_kernels_agree_with_math_in_float32(device, kernel, head_dim, tokens):
     try:
         check_attention(kernel, head_dim, device, torch.bfloat16)
@@ -96,8 +96,8 @@ def test_attention_kernels_agree_with_math_in_float32(device, kernel, head_dim, 
     results = []
     for name, dtype in (("math", torch.float32), (kernel, torch.bfloat16)):
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        with train.span(name), torch.nn.attention.sdpa_kernel(ATTENTION[name]):
-            out = torch.nn.functional.scaled_dot_product_attention(*inputs)
+        with train.span(name):
+            out = attention(*inputs, name, 0.0)
         out.backward(g.to(dtype))
         results.append([out, *(x.grad for x in inputs)])
     for exact, got in zip(*results):

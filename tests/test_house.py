@@ -15,7 +15,7 @@ from tests.helpers import ROOT
 
 OURS = {"networks", "utils", "distributed", "tests", "benchmarks", "train", "train_mp", "train_mp_graphs", "evaluate"}
 MAY_IMPORT = {
-    "networks": set(),
+    "networks": {"networks"},
     "utils": {"utils"},
     "distributed": {"distributed", "networks", "utils"},
     ".": {"distributed", "networks", "utils", "train", "train_mp"},
@@ -58,7 +58,7 @@ def test_the_code_is_valid_on_python_310():
 
 def test_the_chapter_is_one_page():
     assert len((ROOT / "train_mp.py").read_text().splitlines()) <= 80
-    assert len((ROOT / "train.py").read_text().splitlines()) <= 190
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 200
 
 
 def test_shell_scripts_are_clean():

@@ -125,7 +125,8 @@ def test_an_fp16_overflow_skips_the_step_and_lowers_the_scale(tiny):
             self.iteration, self.norm, self.loss = 1, norm, loss
 
     run, data.scores = Once(), lambda: _NoScores()
-    train.train(train.forward_backward, model, optimizer, scaler, data, config, run)
+    step = functools.partial(train.forward_backward, model, scaler=scaler, config=config)
+    train.train(step, functools.partial(train.update_weights, optimizer, scaler, config), model, data, config, run)
     assert not torch.isfinite(run.norm) and torch.isfinite(run.loss)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     assert scaler.get_scale() == 2.0**39
@@ -154,9 +155,18 @@ def test_compiled_blocks_give_the_same_losses(tiny):
 
 def test_enable_jit_compiles_and_no_compiler_is_one_line(tiny, monkeypatch):
     compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: compiled.append((type(self).__name__, kw)))
+
+    def keep(forward, **kwargs):
+        compiled.append((type(forward.__self__).__name__, kwargs))
+        return forward
+
+    monkeypatch.setattr(torch, "compile", keep)
     run_here(tiny_flags(tiny, "--enable_jit"))
-    assert compiled == [("Block", {"fullgraph": True})] * 2
+    assert compiled == [("Block", {"fullgraph": True, "mode": "default"})] * 2
+    compiled.clear()
+    run_here(tiny_flags(tiny, "--enable_jit", "--compile_modules", "MLP", "PatchEmbed", "--compile_mode=max-autotune"))
+    assert sorted(name for name, _ in compiled) == ["MLP", "MLP", "PatchEmbed"]
+    assert all(kwargs["mode"] == "max-autotune" for _, kwargs in compiled)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ValueError, match="enable_jit needs a C.. compiler"):
@@ -385,8 +395,8 @@ def test_real_era5_beats_persistence_early(tmp_path):
 
 
 def test_records_are_json_even_where_a_norm_is_not_finite(tiny, monkeypatch):
-    infinite = functools.partial(train.train, total_norm=lambda grads: torch.tensor(float("inf")))
-    monkeypatch.setattr(train, "train", infinite)
+    infinite = functools.partial(train.update_weights, total_norm=lambda grads: torch.tensor(float("inf")))
+    monkeypatch.setattr(train, "update_weights", infinite)
     folder = run_here(tiny_flags(tiny, "--amp_mode", "fp16", "--num_iters", "2"))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert all(json.loads(line, parse_constant=pytest.fail) for line in lines) and norms(folder) == [None] * 2

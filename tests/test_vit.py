@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks.vit import Attention, DropPath, ViT, check_attention, unpatchify
+from networks.attention import check_attention
+from networks.vit import Attention, DropPath, ViT, unpatchify
 
 
 def vit(**changes) -> ViT:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 YAML_CONFIG = "config/ViT.yaml"
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Keys of the tutorial's YAML files that nothing here needs: accepted, and said. The optimiser is always Adam.
 UNUSED_KEYS = ("wireup_info", "wireup_store")
 NOTED_KEYS = (*UNUSED_KEYS, "optimizer")
@@ -85,8 +86,17 @@ class Config:
     amp_mode: str = _key("none", "mixed precision", choices=("none", "fp16", "bf16"))
     tf32: bool = _key(True, "TF32 matrix products for float32 on NVIDIA GPUs")
     enable_fused: bool = _key(False, "Adam in one fused kernel")
-    enable_jit: bool = _key(False, "compile the blocks with torch.compile")
+    enable_jit: bool = _key(False, "compile the model with torch.compile")
+    compile_modules: list[str] = _key(("Block",), "classes of modules to compile, each one by itself")
+    compile_mode: str = _key("default", "mode of torch.compile", choices=COMPILE_MODES)
     model_backend: str = _key("pytorch", "layers of the model", choices=("pytorch", "transformer-engine"))
+
+    # Memory
+    activation_checkpoint: str = _key(
+        "none", "what the backward pass computes once more instead of keeping it", choices=("none", "block", "mlp")
+    )
+    mlp_chunks: int = _key(1, "parts of the tokens that pass through an MLP or the head in turn", at_least=1)
+    expandable_segments: bool = _key(True, "GPU memory in segments that can grow (not on MI300A)")
 
     # Data parallelism
     noddp: bool = _key(False, "do not synchronise gradients (timing only: the ranks drift apart)")
@@ -280,6 +290,10 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run train_mp.py")
     noted = [name for name in NOTED_KEYS if name in keys or name in flags]
     remarks = [f"Keys accepted and not needed: {', '.join(noted)}"] if noted else []
+
+    for name in ("compile_modules", "compile_mode"):
+        if getattr(config, name) != FIELDS[name].default and not config.enable_jit:
+            remarks.append(f"{name} changes nothing without --enable_jit")
 
     if config.model_backend == "transformer-engine":
         raise ValueError("model_backend transformer-engine is not supported: use pytorch, with --amp_mode bf16")

@@ -1,14 +1,12 @@
 """The device of a rank, and what it can do."""
 
 import os
-import shutil
-import sys
 
 import torch
 
 
-def pick_device(name: str, local_rank: int) -> torch.device:
-    """Return the device of this rank: its local rank modulo the devices it sees.
+def pick_device(name: str, local_rank: int, expandable_segments: bool = True) -> torch.device:
+    """Return the device of this rank: its local rank modulo the devices it sees; set up its memory allocator.
 
     Raises ValueError where `cuda` is asked for and there is none.
     """
@@ -20,20 +18,28 @@ def pick_device(name: str, local_rank: int) -> torch.device:
         )
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    allow_expandable_segments(expandable_segments, device)
     return device
+
+
+def allow_expandable_segments(allowed: bool, device: torch.device) -> None:
+    """Let a GPU's memory allocator take segments that can grow, which leaves fewer gaps between tensors.
+
+    Call it before the first allocation. Not on an MI300A, whose memory is the host's. What the user has set stays.
+    """
+    if allowed and not allocator_settings() and "MI300A" not in torch.cuda.get_device_name(device):
+        # PyTorch 2.9 and 2.10 take this setting from the variable's old name only.
+        name = "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.11" else "PYTORCH_CUDA_ALLOC_CONF"
+        os.environ[name] = "expandable_segments:True"
+
+
+def allocator_settings() -> str:
+    """Return the settings of PyTorch's GPU memory allocator from the environment, such as `NAME=expandable_...`."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
 def allow_tf32(allowed: bool) -> None:
     """Let float32 matrix products on NVIDIA GPUs round their inputs to TF32 (10 bits of mantissa), or forbid it."""
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if allowed else "highest")
-
-
-def check_compiler(wanted: bool) -> None:
-    """Raise ValueError where torch.compile is wanted and there is no C++ compiler for the code it generates."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if wanted and shutil.which(compiler) is None:
-        raise ValueError(
-            f"enable_jit needs a C++ compiler, and {compiler} is not on PATH: load or install one (module load gcc), "
-            f"name another in CXX, or take --no_enable_jit"
-        )

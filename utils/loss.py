@@ -13,7 +13,9 @@ def relative_l2(forecast: Tensor, target: Tensor, total: Callable[[Tensor], Tens
     image, `total` adds up their sums.
     """
     wide = torch.promote_types(forecast.dtype, torch.float32)
-    forecast, target = forecast.to(wide).flatten(1), target.to(wide).flatten(1)
-    error, size = total(torch.stack([(forecast - target).square().sum(1), target.square().sum(1)]))
+    target = target.to(wide)
+    # A norm for each row first: it writes no squares to memory, and short sums keep their digits.
+    rows = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in (forecast - target, target)])  # 2 B C H
+    error, size = total(rows.square().sum(dim=(-2, -1)))
     # A forecast without any error has the gradient 0, not infinity.
     return (error.clamp(min=torch.finfo(wide).tiny) / size).sqrt()

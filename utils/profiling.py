@@ -6,8 +6,10 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 # Dense peaks of one device in TFLOP/s, from the makers' datasheets: (float32, TF32, bfloat16 and float16).
 DATASHEET_TFLOPS = {
@@ -97,3 +99,50 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.memory_allocated(device) / 2**30
     statm = Path("/proc/self/statm")  # Linux has it; elsewhere the peak stands for it
     return int(statm.read_text().split()[1]) * mmap.PAGESIZE / 2**30 if statm.exists() else peak_memory_gb(device)
+
+
+class MemoryWatch:
+    """Looks at the memory in use before and after a training step's first forward pass, when told to look again.
+
+    Inside a captured graph nobody can look: the figures stay those of the step before.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.before_forward = self.after_forward = 0.0
+        self.activations: float | None = None
+        self.looks = False
+        model.register_forward_pre_hook(self._before)
+        model.register_forward_hook(self._after)
+
+    def look_again(self) -> None:
+        self.looks = True
+
+    def _before(self, *_: Any) -> None:
+        if self.looks and torch.is_grad_enabled():
+            self.before_forward = memory_gb(self.device)
+
+    def _after(self, *_: Any) -> None:
+        if self.looks and torch.is_grad_enabled():
+            self.after_forward, self.looks = memory_gb(self.device), False
+            if self.activations is None:  # later passes of a process on a CPU use memory that it never gave back
+                self.activations = self.after_forward - self.before_forward
+
+    def parts(self) -> dict[str, float]:
+        """Return the memory of each part in GiB; on a CPU, activations and peak are what the process grew to.
+
+        Activations are what the first forward pass leaves for the backward pass. `cached` is what a GPU's allocator
+        holds beyond the tensors.
+        """
+        moments = (value for state in self.optimizer.state.values() for value in state.values())
+        tensors = {
+            "weights": [*self.model.parameters(), *self.model.buffers()],
+            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+            "optimizer": [value for value in moments if isinstance(value, Tensor)],
+        }
+        parts = {name: sum(t.numel() * t.element_size() for t in ts) / 2**30 for name, ts in tensors.items()}
+        parts |= {"activations": self.activations or 0.0, "peak": peak_memory_gb(self.device)}
+        if self.device.type == "cuda":
+            reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
+            parts["cached"] = (reserved - allocated) / 2**30
+        return parts

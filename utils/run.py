@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from utils.config import Config
 from utils.data_loader import Batch
+from utils.device import allocator_settings
 from utils.launch import World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
 from utils.plots import forecast_figure, render
-from utils.profiling import memory_gb, peak_flops, peak_memory_gb, profiler_window
+from utils.profiling import MemoryWatch, peak_flops, peak_memory_gb, profiler_window
 from utils.records import StepRecords, to_json
 from utils.weather_data import WeatherData
 
@@ -99,7 +100,8 @@ class Run:
     def describe(self, model: nn.Module, remarks: list[str]) -> None:
         """Log what will be trained, on what, and how fast it could go."""
         config, data = self.config, self.data
-        for remark in (*remarks, data.warning):
+        allocator = allocator_settings() if self.device.type == "cuda" else ""
+        for remark in (*remarks, data.warning, allocator and f"GPU memory allocator: {allocator}"):
             if remark:
                 self.log(remark)
         C, H, W = data.train_files.shape
@@ -117,24 +119,18 @@ class Run:
             *(len(data.train_loader), config.num_iters),
         )
         self.log(
-            "Model: %s parameters on each rank, %.4g GFLOP a sample forward",
+            "Model: %s parameters on each rank, %.4g GFLOP a sample forward; attention kernel: %s",
             f"{sum(p.numel() for p in model.parameters()):,}",
             self.flops / 1e9,
+            model.blocks[0].attn.kernel.replace("auto", "SDPA's choice"),
         )
         if self.is_main:
             self.log("Peak of one device for MFU: %.4g TFLOP/s (%s)", self.peak / 1e12, self.peak_source)
 
-    def log_memory(self, model: nn.Module) -> None:
-        """Log the highest memory in use so far, and that in use after the first forward pass of each epoch."""
+    def watch_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Log the memory in use so far, and in each epoch that after its first forward pass and that of each part."""
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
-        self.forward_seen = -1
-
-        def after_forward(*_: Any) -> None:
-            if torch.is_grad_enabled() and self.forward_seen != self.epoch:
-                self.forward_seen = self.epoch
-                self.log(" Memory usage after forward pass: %f GB.", memory_gb(self.device))
-
-        model.register_forward_hook(after_forward)
+        self.memory = MemoryWatch(model, optimizer, self.device)
 
     @property
     def epoch(self) -> int:
@@ -150,6 +146,7 @@ class Run:
         loader, epoch, waited, loop_start = self.data.train_loader, self.epoch, 0.0, None
         left = min(len(loader), self.config.num_iters - self.iteration)
         epoch_start = time.perf_counter()
+        self.memory.look_again()
         bar = tqdm(total=left, desc=f"epoch {epoch + 1}", leave=False, disable=None if self.is_main else True)
         with bar, profiler_window(epoch + 1, self.world.rank):
             reader = loader.epoch(epoch)
@@ -162,6 +159,8 @@ class Run:
                     loop_start = time.perf_counter()
                 yield batch
                 bar.update()
+                if self.iteration == 1:  # what compiles does so here
+                    self.first_end = time.perf_counter()
             self._write_steps(self.steps.flush())
         now = time.perf_counter()
         self.epoch_end = now
@@ -173,6 +172,7 @@ class Run:
             "train_loss": sum(self.epoch_losses) / len(self.epoch_losses),
             "samples_per_sec": rate * self.config.global_batch_size,
             "data_wait_frac": waited / (now - loop_start),
+            "memory_gb": self.memory.parts(),
         }
         self.epoch_losses = []
         if self.is_main:
@@ -182,6 +182,12 @@ class Run:
             self.board.add_scalar("Loss/train", self.summary["train_loss"], self.iteration)
             self.board.add_scalar("Avg iters per sec", rate, self.iteration)
             self.board.add_scalar("Avg samples per sec", speed, self.iteration)
+            self.log(" Memory usage after forward pass: %f GB.", self.memory.after_forward)
+            parts = self.summary["memory_gb"].items()
+            self.log("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
+            if epoch == 0:
+                rest = (now - self.first_end) / max(left - 1, 1)
+                self.log("  First iteration: %f sec, those after it: %f sec each", self.first_end - epoch_start, rest)
 
     def after_step(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Count an iteration and keep its loss (mean over this rank's samples) and gradient norm."""

@@ -1,0 +1,47 @@
+"""Compilation of chosen modules with torch.compile."""
+
+import os
+import shutil
+import sys
+
+import torch
+from torch import nn
+
+from utils.config import Config
+
+
+def check_compiler(config: Config, device: torch.device) -> None:
+    """Raise ValueError where the model is to be compiled, and cannot be so here."""
+    if not config.enable_jit:
+        return
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(
+            f"enable_jit needs a C++ compiler, and {compiler} is not on PATH: load or install one (module load gcc), "
+            f"name another in CXX, or take --no_enable_jit"
+        )
+    if config.compile_mode == "reduce-overhead" and device.type == "cpu":
+        raise ValueError("compile_mode reduce-overhead replays CUDA graphs, and the device is cpu: take default")
+
+
+def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
+    """Compile each module of `model` whose class, or a class that it derives from, is named; each one by itself.
+
+    Modules of one class share their code where their shapes agree. Nothing may fall back to Python inside a module
+    (fullgraph). Hooks and gradients of the module stay outside.
+
+    Raises ValueError where the model has no module of that name.
+    """
+    found = {name: [m for m in model.modules() if name in _class_names(m)] for name in names}
+    for name, modules in found.items():
+        if not modules:
+            known = sorted({cls for m in model.modules() for cls in _class_names(m)} - {"Module", "ModuleList"})
+            raise ValueError(
+                f"compile_modules names {name!r}, and the model has only {', '.join(known)}: take of these"
+            )
+    for module in dict.fromkeys(m for modules in found.values() for m in modules):
+        module.forward = torch.compile(module.forward, fullgraph=True, mode=mode)
+
+
+def _class_names(module: nn.Module) -> list[str]:
+    return [cls.__name__ for cls in type(module).__mro__ if issubclass(cls, nn.Module)]

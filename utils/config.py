@@ -196,7 +196,7 @@ def cast(name: str, value: Any) -> Any:
     """
     kind, is_list, optional = _parts(name)
     meta = FIELDS[name].metadata
-    if value is None or value == "None":
+    if value in (None, "None", ["None"]):
         if optional:
             return None
         raise ValueError(f"{name} is None: it takes {kind.__name__}")

@@ -56,7 +56,7 @@ def peak_flops(device: torch.device, amp_mode: str, tf32: bool) -> tuple[float, 
         if known and dtype != torch.float64:
             column = 2 if dtype != torch.float32 else int(tf32)
             return DATASHEET_TFLOPS[known][column] * 1e12, f"datasheet, {known}"
-    return _measured_peak(device, dtype), f"measured matmul, {str(dtype).removeprefix('torch.')}"
+    return measured_peak(device, dtype), f"measured matmul, {str(dtype).removeprefix('torch.')}"
 
 
 def known_device(name: str) -> str | None:
@@ -65,21 +65,22 @@ def known_device(name: str) -> str | None:
     return max(rows, key=len, default=None)
 
 
-def _measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the speed of a large square matrix product in FLOP/s, the best of ten."""
     size = 1024 if device.type == "cpu" else 8192
     generator = torch.Generator(device)  # of its own: measuring must not move the state that dropout draws from
     a, b = (torch.rand(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     best = float("inf")
-    for _ in range(5):
-        _synchronize(device)
+    for _ in range(10):
+        synchronize(device)
         start = time.perf_counter()
         a @ b
-        _synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

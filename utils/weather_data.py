@@ -127,7 +127,8 @@ class WeatherData:
         They travel as they are stored (float16 as float16) and arrive in the default dtype.
         """
         pairs = ((batch.inp, *self.inp_stats), (batch.target, *self.target_stats))
-        return tuple((self.tokens.cut(raw.to(self.device, non_blocking=True)) - mean) / std for raw, mean, std in pairs)
+        shards = ((self.tokens.cut(raw.to(self.device, non_blocking=True)), mean, std) for raw, mean, std in pairs)
+        return tuple((x - mean).div_(std) for x, mean, std in shards)
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""

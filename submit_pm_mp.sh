@@ -3,6 +3,8 @@
 #
 #   sbatch -N 4 submit_pm_mp.sh --config=mp --tensor_parallel=4       # writes vit-era5-<jobid>.out
 #
+# With CUDA graphs: TRAIN_SCRIPT=train_mp_graphs.py sbatch -N 4 submit_pm_mp.sh ...
+#
 # The settings are those of submit_pm.sh, which does the work; -n asks for a number of tasks in place of whole nodes.
 # TASKS_PER_NODE (a site file sets it) says how many tasks a node gets. Default: the GPUs Slurm gave, or 1.
 #SBATCH -J vit-era5
@@ -14,4 +16,4 @@
 body=${SLURM_SUBMIT_DIR:-.}/submit_pm.sh
 [ -f "$body" ] || { echo "submit_pm_mp.sh: no $body: call sbatch from the root of the repository" >&2; exit 1; }
 # shellcheck source=/dev/null
-WHOLE_NODES=1 TRAIN_SCRIPT=train_mp.py source "$body" "$@"
+WHOLE_NODES=1 TRAIN_SCRIPT=${TRAIN_SCRIPT:-train_mp.py} source "$body" "$@"

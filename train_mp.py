@@ -46,13 +46,21 @@ def make_step(
     return step
 
 
-def main(world: World, argv: list[str]) -> None:
+def main(
+    world: World,
+    argv: list[str],
+    chapter: int = 2,
+    prepare: Callable = lambda config, grid, device: None,
+    transform: Callable = lambda step, update, *_: (step, update),
+) -> None:
+    """Train. (Chapter 3 prepares for, and makes, another step and update of these.)"""
     with all_ranks_agree():
-        config, remarks = load_config(argv, chapter=2)
+        config, remarks = load_config(argv, chapter)
         grid = Grid(world.size, world.rank, config.tensor_parallel, config.context_parallel, config.parallel_order)
         check_parallel(config, grid)
         config = config.with_batches(grid.get_size("dp"))
         device = prepare_device(config, world.local_rank)
+        prepare(config, grid, device)
     grid.create_groups()
     with all_ranks_agree():
         shard = shard_tokens(config, grid)
@@ -68,10 +76,12 @@ def main(world: World, argv: list[str]) -> None:
     with Run(config, world, device, data, model.flops(), f"{grid.get_size('tp-cp')}MP") as run:
         run.describe(model, remarks)
         run.watch_memory(model, optimizer)
-        model = data_parallel(model, config, grid.get_group("dp-cp"))
-        step = partial(forward_backward, model, scaler=scaler, config=config)
+        parallel = data_parallel(model, config, grid.get_group("dp-cp"))
+        step = partial(forward_backward, parallel, scaler=scaler, config=config)
+        step = make_step(step, grid, shard, gradients)
         update = partial(update_weights, optimizer, scaler, config, total_norm=gradients.norm)
-        train(make_step(step, grid, shard, gradients), update, model, data, config, run)
+        step, update = transform(step, update, model, optimizer, config, run)
+        train(step, update, parallel, data, config, run)
 
 
 if __name__ == "__main__":

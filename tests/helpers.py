@@ -138,6 +138,16 @@ def records(folder: Path, event: str) -> list[dict]:
     return [line for line in lines if line["event"] == event]
 
 
+def losses(folder: Path) -> list[float]:
+    """Return the loss of each iteration."""
+    return [line["loss"] for line in records(folder, "step")]
+
+
+def norms(folder: Path) -> list[float | None]:
+    """Return the norm of the gradient of each iteration."""
+    return [line["grad_norm"] for line in records(folder, "step")]
+
+
 def free_port() -> int:
     """Return a port below 32768, where Linux begins to hand out ports itself: no connection can take it meanwhile."""
     while True:

@@ -9,16 +9,12 @@ import train_mp
 from distributed import mappings
 from distributed.helpers import GridScaler
 from networks.attention import BACKENDS, attention, check_attention
-from tests.helpers import records, run_here, tiny_flags
+from tests.helpers import losses, records, run_here, tiny_flags
 from utils.device import allow_tf32
 from utils.launch import World, join
 from utils.profiling import peak_flops
 
 pytestmark = pytest.mark.gpu
-
-
-def losses(folder):
-    return [line["loss"] for line in records(folder, "step")]
 
 
 @pytest.fixture(scope="module")

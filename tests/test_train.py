@@ -11,17 +11,21 @@ import torch
 import torch.distributed as dist
 
 import train
-from tests.helpers import ERA5, ROOT, records, run_folder, run_here, run_ranks, tiny_flags, write_data, write_file
+from tests.helpers import (
+    ERA5,
+    ROOT,
+    losses,
+    norms,
+    records,
+    run_folder,
+    run_here,
+    run_ranks,
+    tiny_flags,
+    write_data,
+    write_file,
+)
 from utils.config import Config, load_config
 from utils.launch import World, join
-
-
-def losses(folder):
-    return [line["loss"] for line in records(folder, "step")]
-
-
-def norms(folder):
-    return [line["grad_norm"] for line in records(folder, "step")]
 
 
 def test_learning_rate():

@@ -111,6 +111,10 @@ class Config:
     sp_regather: bool = _key(False, "gather tokens once more in the backward pass: less memory", chapter=2)
     cp_attention: str = _key("gather", "attention over context ranks", choices=("gather", "ulysses"), chapter=2)
 
+    # CUDA graphs
+    graph_warmup: int = _key(20, "iterations before the step is recorded", at_least=1, chapter=3)
+    graph_optimizer: bool = _key(False, "record the optimiser, too", chapter=3)
+
     # What is shown
     plot_channels: list[str] | None = _key(None, "channels of the validation picture (default: the first one)")
 
@@ -287,7 +291,8 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     config = Config(**values)
     for name, field in FIELDS.items():
         if field.metadata["chapter"] > chapter and getattr(config, name) != field.default:
-            raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run train_mp.py")
+            script = {2: "train_mp.py", 3: "train_mp_graphs.py"}[field.metadata["chapter"]]
+            raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run {script}")
     noted = [name for name in NOTED_KEYS if name in keys or name in flags]
     remarks = [f"Keys accepted and not needed: {', '.join(noted)}"] if noted else []
 

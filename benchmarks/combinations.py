@@ -1,0 +1,136 @@
+"""Do the optimisations bear each other? Every combination of them, against the plain path: 72 runs of 20 iterations.
+
+    python benchmarks/combinations.py --json FILE [--report FILE]
+
+Precision, fused optimiser, compilation, activation checkpointing and chunks of the MLP must change the time and the
+memory, and not the losses. In float32 they may differ by rounding, which grows a little in 20 iterations. In 16 bits
+each product is rounded to 8 (bf16) or 11 (fp16) binary digits, and the losses are held to float32's, too.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+import train
+from benchmarks.record import write_record
+from utils.config import load_config
+from utils.launch import World, join
+from utils.sample_data import write_shape
+
+ITERATIONS = 20
+AMP, FUSED, JIT = ("none", "bf16", "fp16"), (False, True), (False, True)
+CHECKPOINT, CHUNKS = ("none", "block", "mlp"), (1, 4)
+# Largest relative difference of a loss from the plain path's of the same precision, and from float32's.
+BOUNDS = {"none": (2e-6, 2e-6), "bf16": (1e-4, 2e-4), "fp16": (2e-5, 4e-5)}
+MODEL = [
+    "--config=demo", "--img_size", "32", "64", "--embed_dim=64", "--depth=2", "--num_heads=4", "--patch_size=4",
+    "--plot_channels=None", "--global_batch_size=4", f"--num_iters={ITERATIONS}", "--warmup=0", "--lr=1e-3",
+    "--no_residual",
+]  # fmt: skip
+
+
+def flags_of(amp: str, fused: bool, jit: bool, checkpoint: str, chunks: int) -> list[str]:
+    """Return the flags of a combination."""
+    return [
+        f"--amp_mode={amp}", "--enable_fused" if fused else "--no_enable_fused",
+        "--enable_jit" if jit else "--no_enable_jit",
+        f"--activation_checkpoint={checkpoint}", f"--mlp_chunks={chunks}",
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def data(folder: str) -> Iterator[list[str]]:
+    """Write data, be a group of one; give the flags that all runs share."""
+    write_shape(f"{folder}/data", (8, 32, 64), samples=4 * ITERATIONS + 1)
+    paths = [f"--{kind}_data_path={folder}/data/{kind}" for kind in ("train", "valid")]
+    stats = ("global_means", "global_stds", "time_means")
+    yield [*MODEL, *paths, *(f"--{kind}_path={folder}/data/stats/{kind}.npy" for kind in stats), "--expdir", folder]
+
+
+def losses(flags: list[str]) -> list[float]:
+    """Train, and return the loss of each iteration."""
+    config, _ = load_config(flags)
+    torch.compiler.reset()
+    join(World())
+    try:
+        train.main(World(), flags)
+    finally:
+        dist.destroy_process_group()
+    path = Path(config.expdir) / config.config / "1GPU" / config.run_num / "metrics.jsonl"
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    return [step["loss"] for step in steps if step["event"] == "step"]
+
+
+def difference(curve: list[float], reference: list[float]) -> float:
+    """Return the largest relative difference of two loss curves."""
+    assert len(curve) == len(reference)
+    return max(abs(a - b) / b for a, b in zip(curve, reference))
+
+
+def report(figures: dict[str, float]) -> str:
+    """Return the table of docs/combinations.md."""
+    columns = list(itertools.product(AMP, FUSED, JIT))
+    head = [f"{amp}{', fused' * fused}{', jit' * jit}" for amp, fused, jit in columns]
+    lines = [f"| | {' | '.join(head)} |", f"|---|{'---|' * len(columns)}"]
+    for saver in itertools.product(CHECKPOINT, CHUNKS):
+        cells = (f"{figures[' '.join(flags_of(*column, *saver))]:.0e}" for column in columns)
+        lines.append(f"| checkpoint {saver[0]}, chunks {saver[1]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TEXT = """# Every combination of the optimisations
+
+The largest relative difference of a loss in {iterations} iterations from the plain path of the same precision (no fused
+optimiser, no compilation, no checkpoint, one chunk). Bounds: {bounds}.
+
+From the plain path in float32, {wide}.
+
+{table}
+
+Written by `make combinations` ([benchmarks/combinations.py](../benchmarks/combinations.py)); a test runs some of them.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--report", type=Path, help="Markdown file to write")
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    figures: dict[str, float] = {}
+    plain: dict[str, list[float]] = {}
+    failed = []
+    with tempfile.TemporaryDirectory() as folder, data(folder) as base:
+        for amp, checkpoint, chunks, jit, fused in itertools.product(AMP, CHECKPOINT, CHUNKS, JIT, FUSED):
+            flags = flags_of(amp, fused, jit, checkpoint, chunks)
+            curve = losses([*base, *flags])
+            reference = plain.setdefault(amp, curve)
+            error, wide = difference(curve, reference), difference(curve, plain["none"])
+            name = " ".join(flags)
+            figures[name] = error
+            figures[f"{amp} from float32"] = max(wide, figures.get(f"{amp} from float32", 0.0))
+            print(f"{error:8.1e} {wide:8.1e}  {name}", flush=True)
+            if error > BOUNDS[amp][0] or wide > BOUNDS[amp][1]:
+                failed.append(name)
+    write_record(args.json, figures, {})
+    if args.report:
+        bounds = ", ".join(f"{bound:.0e} ({amp})" for amp, (bound, _) in BOUNDS.items())
+        wide = ", ".join(f"{amp} differs by at most {figures[f'{amp} from float32']:.0e}" for amp in AMP[1:])
+        args.report.write_text(TEXT.format(iterations=ITERATIONS, bounds=bounds, wide=wide, table=report(figures)))
+    if failed:
+        sys.exit(f"combinations.py: {len(failed)} beyond the bounds: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

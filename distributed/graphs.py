@@ -1,0 +1,109 @@
+"""CUDA graphs: a function's kernels are recorded once and replayed, and the host no longer launches them one by one."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from utils.comm import Grid
+from utils.config import Config
+
+# DistributedDataParallel looks at its own timing in its first iterations, which a recording cannot do.
+DDP_WARMUP = 11
+
+
+class CudaGraph:
+    """A recording of kernels on the current stream, with the random number generators that they draw from."""
+
+    def __init__(self, generators: list[torch.Generator]):
+        self.graph = torch.cuda.CUDAGraph()
+        for generator in generators:  # the default one is known already
+            self.graph.register_generator_state(generator)
+
+    def record(self) -> AbstractContextManager:
+        """Record, and do not run, what is launched inside; the threads of the data loader may go on meanwhile."""
+        stream = torch.cuda.current_stream()
+        return torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local")
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class Captured:
+    """A function of tensors that runs as it is for `warmup` calls, is then recorded, and replayed from there on.
+
+    A recording holds addresses, not values: inputs are copied to where they lay when it was made, and the result is
+    copied away before the next call overwrites it. All else that the function reads or changes, such as weights and
+    gradients, must stay where it is. What it does in Python is done in the recording only.
+
+    Args:
+        function: from tensors of the same shapes in each call to a tensor.
+        name: what the log calls it.
+        warmup: calls before the recording, for everything that happens only at first: memory, compilation, handles.
+        make_graph: makes an empty recording.
+        log: called with a line when the recording is made.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        name: str,
+        warmup: int,
+        make_graph: Callable[[], CudaGraph],
+        log: Callable[[str], None] = print,
+    ):
+        self.function, self.name, self.warmup, self.make_graph, self.log = function, name, warmup, make_graph, log
+        self.calls, self.graph = 0, None
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls <= self.warmup:
+            return self.function(*tensors)
+        if self.graph is None:
+            self._record(tensors)
+        for static, tensor in zip(self.inputs, tensors):
+            assert static.shape == tensor.shape, (static.shape, tensor.shape)
+            static.copy_(tensor)
+        self.graph.replay()
+        return self.output.clone()
+
+    def _record(self, tensors: tuple[Tensor, ...]) -> None:
+        start = time.perf_counter()
+        self.inputs = [tensor.clone() for tensor in tensors]
+        self.graph = self.make_graph()
+        with self.graph.record():
+            self.output = self.function(*self.inputs)
+        self.log(f"CUDA graph of the {self.name}: recorded in {time.perf_counter() - start:.2f} sec")
+
+
+def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
+    """Raise ValueError where the step cannot be recorded, with the reason."""
+    if device.type != "cuda":
+        raise ValueError("train_mp_graphs.py records CUDA graphs, and there is no GPU here: run train_mp.py")
+    if config.num_iters <= config.graph_warmup:
+        raise ValueError(
+            f"num_iters {config.num_iters} leaves nothing to replay after graph_warmup {config.graph_warmup}: "
+            f"raise --num_iters, or lower --graph_warmup"
+        )
+    if grid.get_size("dp-cp") > 1 and not config.noddp and config.graph_warmup < DDP_WARMUP:
+        raise ValueError(
+            f"graph_warmup is {config.graph_warmup}: DistributedDataParallel cannot be recorded in its first "
+            f"{DDP_WARMUP} iterations; take {DDP_WARMUP} or more"
+        )
+    if config.enable_jit and config.compile_mode in ("reduce-overhead", "max-autotune"):
+        raise ValueError(
+            f"compile_mode {config.compile_mode} records CUDA graphs of its own, which cannot lie inside another one: "
+            f"take default or max-autotune-no-cudagraphs, or run train_mp.py"
+        )
+    if config.dropout and (config.activation_checkpoint != "none" or config.mlp_chunks > 1):
+        raise ValueError(
+            f"dropout {config.dropout} with activation_checkpoint or mlp_chunks reads the state of the random numbers "
+            f"on the host, which a recording cannot do: take --dropout 0, or run train_mp.py"
+        )
+    if config.graph_optimizer and config.amp_mode == "fp16" and not config.enable_fused:
+        raise ValueError(
+            "graph_optimizer with fp16: Adam asks the host whether a gradient overflowed, unless it is fused: "
+            "add --enable_fused, or take --amp_mode bf16"
+        )

@@ -1,0 +1,62 @@
+"""Chapter 3: the same training, of which the host launches a whole step at once: CUDA graphs.
+
+    torchrun --nproc_per_node=4 train_mp_graphs.py --config=mp --tensor_parallel=4
+    TRAIN_SCRIPT=train_mp_graphs.py sbatch -N 4 submit_pm_mp.sh --config=mp --tensor_parallel=4
+
+New in this chapter: a step is recorded after some iterations, all its kernels and collectives, and then replayed
+(distributed/graphs.py). The model, its step and the loop are those of chapters 1 and 2.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import train_mp
+from distributed.graphs import Captured, CudaGraph, check_capture
+from distributed.parallelize import ParallelViT
+from utils.comm import Grid
+from utils.config import Config
+from utils.launch import World, start
+from utils.run import Run
+
+
+def prepare(config: Config, grid: Grid, device: torch.device) -> None:
+    """Refuse what cannot be recorded. From here on nothing runs on the default stream, which cannot be recorded."""
+    check_capture(config, grid, device)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
+
+
+def capture(
+    step: Callable[[Tensor, Tensor], Tensor],
+    update: Callable[[float], Tensor],
+    model: ParallelViT,
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    run: Run,
+    graph: type[CudaGraph] = CudaGraph,
+) -> tuple[Callable, Callable]:
+    """Return the step and, with `graph_optimizer`, the update such that they are recorded and replayed.
+
+    Forward, backward, the collectives of chapter 2 and DDP's lie in one recording, with accumulation all its passes.
+    """
+    # DropPath's numbers come from a generator of its own: a replay must draw new ones.
+    captured = partial(Captured, warmup=config.graph_warmup, make_graph=lambda: graph([model.generator]), log=run.log)
+    step = captured(step, "step")
+    if not config.graph_optimizer:
+        return step, update
+    for group in optimizer.param_groups:
+        group["capturable"] = True  # Adam then counts its steps on the device
+    captured_update, device = captured(update, "update"), run.device
+    # A number would be recorded as it is; a tensor is read anew in each replay.
+    return step, lambda lr: captured_update(torch.full((), lr, device=device))
+
+
+def main(world: World, argv: list[str]) -> None:
+    train_mp.main(world, argv, chapter=3, prepare=prepare, transform=capture)
+
+
+if __name__ == "__main__":
+    start(main, sys.argv[1:])

@@ -2,7 +2,8 @@
 # make test     the tests
 # make lint     ruff and its formatter
 # make help     this list
-# longer: make certificate (every grid is the same model), mutations (does it notice?), simulate, benchmark, figures
+# longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
+#         simulate, benchmark, figures
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -17,10 +18,10 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/installed
 endif
 
-.PHONY: help demo test lint format readme figures benchmark certificate mutations simulate clean
+.PHONY: help demo test lint format readme figures benchmark certificate mutations combinations simulate clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -6
 
 demo: data/demo
 	$(PYTHON) train.py --config=demo
@@ -55,6 +56,7 @@ figures: demo
 
 benchmark: data/demo
 	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json
+	$(PYTHON) benchmarks/step.py --json benchmarks/results/step.json
 
 # Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 12 minutes on 2 cores.
 certificate: $(READY)
@@ -63,6 +65,10 @@ certificate: $(READY)
 # Is the certificate worth something? Removes or doubles every reduction, one at a time: about 10 minutes.
 mutations: $(READY)
 	$(PYTHON) tests/mutations.py
+
+# Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
+combinations: $(READY)
+	$(PYTHON) benchmarks/combinations.py --json benchmarks/results/combinations.json --report docs/combinations.md
 
 # What large grids hold and send, computed on this machine: the README's table.
 simulate: $(READY)

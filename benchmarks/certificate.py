@@ -63,6 +63,8 @@ MODES = {
     "re-gather": Mode(("--sp_regather",)),
     "accumulation": Mode(("--accumulation_steps", "2")),
     "compile": Mode(("--enable_jit",)),
+    "recomputed": Mode(("--activation_checkpoint", "block", "--mlp_chunks", "3")),
+    "recomputed, compiled": Mode(("--activation_checkpoint", "mlp", "--enable_jit")),
     "clipping": Mode(("--clip_grad_norm", "0.1"), reference="clipping"),
     "DropPath": Mode(("--drop_path", "0.3"), reference="DropPath"),
     "4,050 tokens": Mode(

@@ -6,11 +6,12 @@ import torch
 
 import train
 import train_mp
+import train_mp_graphs
 from distributed import mappings
 from distributed.helpers import GridScaler
 from networks.attention import BACKENDS, attention, check_attention
 from tests.helpers import losses, records, run_here, tiny_flags
-from utils.device import allow_tf32
+from utils.device import allocator_settings, allow_tf32
 from utils.launch import World, join
 from utils.profiling import peak_flops
 
@@ -196,3 +197,62 @@ def test_chapter_2_on_one_rank_is_chapter_1(tiny, flags):
     first = losses(run_here(on_gpu(tiny, *flags)))
     second = losses(run_here(on_gpu(tiny, *flags), train_mp.main, "1MP"))
     np.testing.assert_allclose(second, first, rtol=1e-3 if "--amp_mode" in flags else 1e-5)
+
+
+def test_memory_grows_in_expandable_segments(device):
+    if allocator_settings() != "PYTORCH_ALLOC_CONF=expandable_segments:True":
+        pytest.skip(f"the allocator has other settings: {allocator_settings() or 'none'}")
+    held = torch.empty(64 * 2**20, device=device)
+    segments = [s for s in torch.cuda.memory_snapshot() if s["total_size"] >= held.numel()]
+    assert segments and all(segment["is_expandable"] for segment in segments)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--activation_checkpoint", "block"],
+        ["--activation_checkpoint", "mlp", "--dropout", "0.1"],
+        ["--mlp_chunks", "3"],
+        ["--mlp_chunks", "3", "--enable_jit", "--amp_mode", "bf16"],
+        ["--activation_checkpoint", "block", "--enable_jit", "--amp_mode", "fp16", "--enable_fused"],
+    ],
+)
+def test_saving_memory_changes_no_loss(tiny, flags):
+    same = [flag for flag in flags if flag in ("--dropout", "0.1", "--amp_mode", "bf16", "fp16", "--enable_fused")]
+    plain = losses(run_here(on_gpu(tiny, "--no_tf32", *same)))
+    saved = losses(run_here(on_gpu(tiny, "--no_tf32", *flags, "--run_num", "b")))
+    np.testing.assert_allclose(saved, plain, rtol=1e-3 if "--amp_mode" in flags else 1e-5)
+
+
+GRAPH_FLAGS = [
+    [],
+    ["--amp_mode", "bf16", "--enable_fused", "--enable_jit"],
+    ["--amp_mode", "fp16", "--enable_fused", "--clip_grad_norm", "1"],
+    ["--amp_mode", "fp16"],
+    ["--drop_path", "0.3", "--dropout", "0.1", "--accumulation_steps", "2"],
+    ["--activation_checkpoint", "block", "--mlp_chunks", "2"],
+    ["--graph_optimizer", "--warmup", "6"],
+    ["--graph_optimizer", "--enable_fused", "--amp_mode", "bf16", "--clip_grad_norm", "0.5"],
+    ["--graph_optimizer", "--enable_fused", "--amp_mode", "fp16"],
+    ["--num_data_workers", "2"],
+]
+
+
+@pytest.mark.parametrize("flags", GRAPH_FLAGS, ids=lambda flags: " ".join(flags) or "plain")
+def test_a_graph_gives_the_losses_of_the_eager_loop(tiny, flags):
+    more = ["--num_iters", "16", *(flag for flag in flags if flag != "--graph_optimizer")]
+    eager = run_here(on_gpu(tiny, *more), train_mp.main, "1MP")
+    graphed = on_gpu(tiny, *flags, "--num_iters", "16", "--graph_warmup", "5", "--run_num", "graph")
+    with torch.cuda.stream(torch.cuda.current_stream()):  # the script leaves its own stream behind
+        graphed = run_here(graphed, train_mp_graphs.main, "1MP")
+    assert "CUDA graph of the step: recorded" in (graphed / "out.log").read_text()
+    rtol = 1e-5 if not {"--amp_mode", "--dropout"} & set(flags) else 2e-3
+    np.testing.assert_allclose(losses(graphed), losses(eager), rtol=rtol)
+
+
+def test_reduce_overhead_gives_the_losses_of_the_default_mode(tiny):
+    flags = ["--enable_jit", "--amp_mode", "bf16", "--num_iters", "12"]
+    plain = losses(run_here(on_gpu(tiny, *flags)))
+    for run_num, modules in (("b", "Block"), ("c", "ViT")):
+        more = ["--compile_mode", "reduce-overhead", "--compile_modules", modules, "--run_num", run_num]
+        np.testing.assert_allclose(losses(run_here(on_gpu(tiny, *flags, *more))), plain, rtol=1e-3)

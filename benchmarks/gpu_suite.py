@@ -1,0 +1,195 @@
+"""What only a GPU can show, in one call: tests, the ladder of optimisations, graphs, attention kernels, memory.
+
+    python benchmarks/gpu_suite.py --json FILE [--skip tests ladder graphs attention memory]
+
+Ladder: none, TF32, bf16, fused optimiser, compilation, CUDA graphs, for the sections `base` and `mp`, each a step of
+its own with random data of the full size. Each part writes the file anew: if time runs out, what was measured stays.
+"""
+
+import argparse
+import itertools
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.record import write_record
+from benchmarks.step import Bench, compare, figures_of
+from distributed.graphs import Captured, CudaGraph
+from networks.attention import BACKENDS, attention
+
+ROOT = Path(__file__).resolve().parent.parent
+LADDER = {
+    "none": ["--no_tf32"],
+    "TF32": [],
+    "bf16": ["--amp_mode=bf16"],
+    "bf16, fused": ["--amp_mode=bf16", "--enable_fused"],
+    "bf16, fused, jit": ["--amp_mode=bf16", "--enable_fused", "--enable_jit"],
+}
+# The tutorial's batch of each section on one GPU.
+SECTIONS = {"base": ["--config=base", "--local_batch_size=16"], "mp": ["--config=mp", "--local_batch_size=8"]}
+PLAIN = ["--no_enable_fused", "--no_enable_jit", "--amp_mode=none"]
+WARMUP, STEPS = 11, 20
+
+
+def tests(figures: dict, spread: dict, kernels: dict) -> None:
+    """Run the GPU's tests; the record has the numbers of those that passed, failed and were skipped."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--show-capture=no", "--tb=short", "tests/test_gpu.py"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    print(done.stdout[-6000:])
+    for word, count in itertools.pairwise(reversed(done.stdout.replace(",", "").split())):
+        if word in ("passed", "failed", "skipped", "errors") and count.isdigit():
+            figures[f"tests {word}"] = int(count)
+
+
+def ladder(figures: dict, spread: dict, kernels: dict) -> None:
+    for section, flags in SECTIONS.items():
+        for rung, more in LADDER.items():
+            name = f"{section}, {rung}"
+            found = compare({name: [*flags, *PLAIN, *more]})[name]
+            figures_of(found, name, figures, spread)
+            print(f"{name}: {figures[f'{name}: samples_per_sec']:.1f} samples/s, "
+                  f"{figures[f'{name}: fraction_of_matmul']:.2f} of the matmul rate", flush=True)  # fmt: skip
+            kernels[name] = found["bench"].kernels(12)
+            del found
+            torch.cuda.empty_cache()
+
+
+def graphs(figures: dict, spread: dict, kernels: dict) -> None:
+    """Time the step and the update as they are, recorded, and by compile_mode reduce-overhead; compare the losses."""
+    small = ["--config=base", "--local_batch_size=1"]  # short kernels: here the host is the limit
+    modes = {
+        "as it is": ([], False), "recorded": ([], True),
+        "jit": (["--enable_jit"], False), "jit, recorded": (["--enable_jit"], True),
+        "jit, reduce-overhead": (["--enable_jit", "--compile_mode=reduce-overhead"], False),
+    }  # fmt: skip
+    torch.cuda.set_stream(torch.cuda.Stream())
+    for section, flags in {"base, 1 sample": small, **SECTIONS}.items():
+        curves = {}
+        for mode, (more, recorded) in modes.items():
+            bench, name = Bench([*flags, *PLAIN, "--amp_mode=bf16", "--enable_fused", *more]), f"{section}, {mode}"
+            step, update, captured = bench.step, bench.update, None
+            bench.is_timed = False  # a recording has no place for the events of a clock
+            if recorded:
+                make = partial(CudaGraph, [])
+                for group in bench.optimizer.param_groups:
+                    group["capturable"] = True
+                step = Captured(step, "step", WARMUP, make)
+                captured = Captured(update, "update", WARMUP, make)
+                update = lambda lr, captured=captured: captured(torch.full((), lr, device="cuda"))  # noqa: E731
+            losses, times = [], []
+            for i in range(WARMUP + STEPS):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                losses.append(step(*bench.batch).clone())
+                update(1e-4)
+                torch.cuda.synchronize()
+                if i > WARMUP:
+                    times.append(1e3 * (time.perf_counter() - start))
+            curves[mode] = torch.stack(losses).tolist()
+            figures[f"{name}: step_ms"], spread[f"{name}: step_ms"] = statistics.median(times), [min(times), max(times)]
+            reference = curves["jit" if "jit" in mode else "as it is"]
+            change = max(abs(a - b) / b for a, b in zip(curves[mode], reference))
+            figures[f"{name}: loss change"] = change
+            print(f"{name}: {statistics.median(times):.2f} ms, loss change {change:.0e}", flush=True)
+            del bench, step, update, captured, losses
+            torch.cuda.empty_cache()
+
+
+def attention_kernels(figures: dict, spread: dict, kernels: dict) -> None:
+    """Time attention alone, forward and backward, at the shapes of `base` and `mp`; errors against float32."""
+    for heads, d, tokens in ((8, 48, 4050), (8, 128, 4050), (8, 128, 1013), (8, 128, 16200)):
+        batch = max(1, 16 * 4050 // tokens // (1 if d == 48 else 2))
+        exact = None
+        for kernel in ("math", *BACKENDS, "auto"):
+            name = f"attention {kernel}, head size {d}, {tokens} tokens"
+            torch.manual_seed(0)
+            q, k, v, g = torch.randn(4, 1, heads, tokens, d, device="cuda")
+            try:
+                if kernel == "math":
+                    if tokens <= 4050:
+                        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+                        attention(*inputs, "math", 0.0).backward(g)
+                        exact = [x.grad for x in inputs]
+                    continue
+                small = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+                attention(*small, kernel, 0.0).backward(g.bfloat16())
+                if exact:
+                    figures[f"{name}: gradient error"] = max(
+                        ((a.grad.float() - b).norm() / b.norm()).item() for a, b in zip(small, exact)
+                    )
+                inputs = [
+                    torch.randn(batch, tokens, heads, d, device="cuda", dtype=torch.bfloat16)
+                    .transpose(1, 2).requires_grad_() for _ in range(3)
+                ]  # fmt: skip
+                grad, times = torch.randn_like(inputs[0]), []
+                for _ in range(12):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    attention(*inputs, kernel, 0.0).backward(grad)
+                    end.record()
+                    torch.cuda.synchronize()
+                    times.append(begin.elapsed_time(end))
+            except RuntimeError as error:
+                print(f"{name}: {str(error).splitlines()[0][:80]}")
+                continue
+            best = statistics.median(times[2:])
+            figures[f"{name}: ms"], spread[f"{name}: ms"] = best, [min(times[2:]), max(times)]
+            figures[f"{name}: tflop_per_sec"] = 3 * 4 * batch * heads * tokens**2 * d / best / 1e9
+            print(f"{name}: {best:.2f} ms, {figures[f'{name}: tflop_per_sec']:.0f} TFLOP/s", flush=True)
+
+
+def memory(figures: dict, spread: dict, kernels: dict) -> None:
+    """Measure the allocator's peak and the step's time with each way to save memory."""
+    savers = {
+        "nothing": [], "checkpoint block": ["--activation_checkpoint=block"],
+        "checkpoint mlp": ["--activation_checkpoint=mlp"], "mlp_chunks 4": ["--mlp_chunks=4"],
+        "checkpoint block, mlp_chunks 4": ["--activation_checkpoint=block", "--mlp_chunks=4"],
+    }  # fmt: skip
+    for section, flags in SECTIONS.items():
+        for saver, more in savers.items():
+            name = f"{section}, {saver}"
+            bench = Bench([*flags, *PLAIN, "--amp_mode=bf16", "--enable_fused", "--enable_jit", *more])
+            for _ in range(3):
+                bench.run_step()
+            torch.cuda.reset_peak_memory_stats()
+            times = [bench.run_step()["step"] for _ in range(6)]
+            figures[f"{name}: peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
+            figures[f"{name}: reserved_mb"] = torch.cuda.memory_reserved() / 1e6
+            figures[f"{name}: step_ms"] = 1e3 * statistics.median(times)
+            print(f"{name}: {figures[f'{name}: peak_mb']:.0f} MB, {figures[f'{name}: step_ms']:.1f} ms", flush=True)
+            del bench
+            torch.cuda.empty_cache()
+
+
+PARTS = {"tests": tests, "ladder": ladder, "graphs": graphs, "attention": attention_kernels, "memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    parser.add_argument("--skip", nargs="*", default=[], choices=PARTS, help="parts to leave out")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("gpu_suite.py: torch sees no GPU here; benchmarks/step.py runs on a CPU")
+    figures: dict[str, float] = {}
+    spread: dict[str, list[float]] = {}
+    kernels: dict[str, list[dict]] = {}
+    for name, part in PARTS.items():
+        if name not in args.skip:
+            start = time.perf_counter()
+            part(figures, spread, kernels)
+            figures[f"{name}: seconds"] = time.perf_counter() - start
+            write_record(args.json, figures, spread, kernels=kernels)
+
+
+if __name__ == "__main__":
+    main()

@@ -49,9 +49,10 @@ format: $(READY)
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py
 
-# The README's pictures: what `make demo` drew last, the grid, the mappings.
+# The README's pictures: what `make demo` drew last, the grid, the mappings, the roofline.
 figures: demo
 	$(PYTHON) docs/figures/draw.py
+	$(PYTHON) docs/figures/roofline.py
 	cp runs/demo/1GPU/00/pictures/vor_upper.png docs/figures/demo_forecast.png
 
 benchmark: data/demo

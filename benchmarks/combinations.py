@@ -8,13 +8,11 @@ each product is rounded to 8 (bf16) or 11 (fp16) binary digits, and the losses a
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,13 +47,12 @@ def flags_of(amp: str, fused: bool, jit: bool, checkpoint: str, chunks: int) -> 
     ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def data(folder: str) -> Iterator[list[str]]:
-    """Write data, be a group of one; give the flags that all runs share."""
+def data(folder: str) -> list[str]:
+    """Write data to a folder, and return the flags that all runs on it share."""
     write_shape(f"{folder}/data", (8, 32, 64), samples=4 * ITERATIONS + 1)
     paths = [f"--{kind}_data_path={folder}/data/{kind}" for kind in ("train", "valid")]
     stats = ("global_means", "global_stds", "time_means")
-    yield [*MODEL, *paths, *(f"--{kind}_path={folder}/data/stats/{kind}.npy" for kind in stats), "--expdir", folder]
+    return [*MODEL, *paths, *(f"--{kind}_path={folder}/data/stats/{kind}.npy" for kind in stats), "--expdir", folder]
 
 
 def losses(flags: list[str]) -> list[float]:
@@ -111,7 +108,8 @@ def main() -> None:
     figures: dict[str, float] = {}
     plain: dict[str, list[float]] = {}
     failed = []
-    with tempfile.TemporaryDirectory() as folder, data(folder) as base:
+    with tempfile.TemporaryDirectory() as folder:
+        base = data(folder)
         for amp, checkpoint, chunks, jit, fused in itertools.product(AMP, CHECKPOINT, CHUNKS, JIT, FUSED):
             flags = flags_of(amp, fused, jit, checkpoint, chunks)
             curve = losses([*base, *flags])

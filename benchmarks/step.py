@@ -275,32 +275,35 @@ def validation_ratios() -> list[float]:
 
 
 def loop_overhead() -> list[float]:
-    """Return what the training loop (reading, normalising, records, log) adds to the bare step, round by round.
+    """Return what the training loop (reading, normalising, records, log) adds to the bare step, a median a round.
 
-    Epochs of the loop and bare steps on one batch take turns.
+    An iteration of the loop and a bare step on one batch that lies in memory take turns.
     """
-    ratios: list[float] = []
+    batch = [torch.randn(8, 20, 64, 128) for _ in range(2)]
+    ratios: list[list[float]] = []
 
     class Alternating(train.Run):
-        def after_epoch(self, *_: object) -> None:
-            in_loop = (starts[-1] - starts[0]) / (len(starts) - 1)
-            starts.clear()
-            batch = [torch.randn(8, 20, 64, 128) for _ in range(2)]
-            begin = time.perf_counter()
-            for _ in range(count):
-                step(*batch)
-                update(config.lr)
-            ratios.append(in_loop / ((time.perf_counter() - begin) / count) - 1)
+        def batches(self):
+            ratios.append([])
+            self.resumed = time.perf_counter()
+            yield from super().batches()
 
         def after_step(self, *args: object) -> None:
             super().after_step(*args)
-            starts.append(time.perf_counter())
+            begin = time.perf_counter()
+            step(*batch)
+            update(config.lr)
+            end = time.perf_counter()
+            ratios[-1].append((begin - self.resumed) / (end - begin) - 1)
+            self.resumed = end
+
+        def after_epoch(self, *_: object) -> None:
+            pass
 
         def __exit__(self, *error: object) -> None:
             super().__exit__(KeyboardInterrupt, None, None)  # nothing was validated, so there is no result to log
 
-    starts: list[float] = []
-    count, rounds = 16, 2 * ROUNDS
+    count, rounds = 20, ROUNDS
     join(World())
     with tempfile.TemporaryDirectory() as folder:
         write_shape(f"{folder}/data", (20, 64, 128), samples=8 * count + 1)
@@ -319,7 +322,7 @@ def loop_overhead() -> list[float]:
             run.watch_memory(model, optimizer)
             train.train(step, update, model, data, config, run)
     torch.distributed.destroy_process_group()
-    return ratios
+    return [statistics.median(round[1:]) for round in ratios]  # the first iteration waits for the reader to start
 
 
 def table(figures: dict[str, float], spread: dict[str, list[float]], cases: list[str]) -> str:
@@ -338,6 +341,26 @@ def table(figures: dict[str, float], spread: dict[str, list[float]], cases: list
     }
     lines = [head, ["---"] * len(head), *([label, *map(value, cases)] for label, value in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def savers_table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
+    """Return what saving memory brings and costs, as ratios, as the README shows it."""
+
+    def timed(name: str) -> str:
+        low, high = spread[name]
+        return f"{figures[name]:.2f} ({low:.2f} to {high:.2f})"
+
+    lines = ["| | activations | peak of a step | time of a step |", "|---|---|---|---|"]
+    for name, flags in SAVERS.items():
+        if flags:
+            ratios = [f"{figures[f'{name}: {part}_ratio']:.2f}" for part in ("activations", "peak")]
+            lines.append(f"| `{' '.join(flags)}` | {' | '.join(ratios)} | {timed(f'{name}: step_time_ratio')} |")
+    chunks = "mlp_chunks 4"
+    peaks = {name: f"{figures[f'{chunks}: mlp_peak_ratio_{name}']:.2f}" for name in ("training", "validation")}
+    time = timed(f"{chunks}: validation_time_ratio")
+    lines.append(f"| `--mlp_chunks=4`, an MLP alone, training | | {peaks['training']} | |")
+    lines.append(f"| `--mlp_chunks=4`, an MLP alone, validation | | {peaks['validation']} | {time} (whole pass) |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -365,6 +388,7 @@ def main() -> None:
         overhead = loop_overhead()
         figures["loop_overhead"], spread["loop_overhead"] = min(overhead), [min(overhead), max(overhead)]
         figures["loop_overhead_median"] = statistics.median(overhead)
+        print(savers_table(figures, spread))
     print()
     for name, value in figures.items():
         print(f"{name:60s} {value:10.4g}  {' to '.join(f'{x:.4g}' for x in spread.get(name, []))}")

@@ -121,7 +121,8 @@ class ParallelAttention(Attention):
         M = q.shape[TOKENS]
         q, k, v = all_to_all(torch.stack((q, k, v), 2), 3, TOKENS, self.cp)[:, :N].unbind(2)  # B N h/cp d
         x = super().attend(q, k, v)
-        x = F.pad(x, (0, 0, 0, 0, 0, M * dist.get_world_size(self.cp) - N))  # B cp*M h/cp d
+        if padding := M * dist.get_world_size(self.cp) - N:
+            x = F.pad(x, (0, 0, 0, 0, 0, padding))  # B cp*M h/cp d
         return all_to_all(x, TOKENS, 2, self.cp)  # B M h d
 
 

@@ -98,7 +98,8 @@ class ParallelViT(ViT):
         self.draw_paths(x)
         own = slice(self.shard.first, self.shard.first + self.shard.count)
         tokens = self.pos_drop(self.patch_embed(x) + self.pos_embed[:, own])
-        tokens = F.pad(tokens, (0, 0, 0, self.shard.length - self.shard.count))  # B n D, n equal on all ranks
+        if padding := self.shard.length - self.shard.count:
+            tokens = F.pad(tokens, (0, 0, 0, padding))  # B n D, n equal on all ranks
         return self.decode(self.run_blocks(tokens)[:, : self.shard.count], x)
 
     def draw_paths(self, x: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Run the laptop commands of README.md as they are written: the lines of its ```bash blocks, in order.
 
-Blocks that begin with `# on a cluster` or `# by hand` are left out: they need Slurm, a GPU, or a person.
+Blocks that begin with `# on a cluster`, `# on a GPU` or `# by hand` are left out: they need Slurm, a GPU, or a person.
 """
 
 import os
@@ -18,7 +18,7 @@ def commands(text: str) -> list[str]:
     blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     lines = []
     for block in blocks:
-        if not block.startswith(("# on a cluster", "# by hand")):
+        if not block.startswith(("# on a cluster", "# on a GPU", "# by hand")):
             lines += [line.split("  # ")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
 

@@ -56,7 +56,7 @@ def test_every_field_is_a_flag_and_every_boolean_has_its_no():
     for name, field in FIELDS.items():
         if isinstance(field.default, bool):
             for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):
-                assert getattr(load_config([flag], chapter=2)[0], name) is value
+                assert getattr(load_config([flag], chapter=3)[0], name) is value
     assert load("--limit_nsamples", "None").limit_nsamples is None
     assert load("--clip_grad_norm", "0.5").clip_grad_norm == 0.5
 
@@ -163,7 +163,7 @@ def test_the_saved_configuration_repeats_the_run(tmp_path):
     assert again.with_batches(4).local_batch_size == 2
 
 
-@pytest.mark.parametrize("chapter", [1, 2])
+@pytest.mark.parametrize("chapter", [1, 2, 3])
 def test_help_shows_every_flag_of_the_chapter(capsys, chapter):
     with pytest.raises(SystemExit) as stop:
         load_config(["--help"], chapter)

@@ -217,6 +217,21 @@ def attention_that_needs_a_gpu(folder):
     return ["--attention", "cudnn"]
 
 
+@case("compile_modules names 'Blocks'", "the model has Attention, Block, ", "take some of these")
+def a_module_that_the_model_lacks(folder):
+    return ["--enable_jit", "--compile_modules", "Blocks"]
+
+
+@case("compile_mode reduce-overhead replays CUDA graphs", "the device is cpu: take default")
+def a_mode_for_gpus(folder):
+    return ["--enable_jit", "--compile_mode", "reduce-overhead"]
+
+
+@case("graph_optimizer is True", "run train_mp_graphs.py")
+def a_flag_of_chapter_3(folder):
+    return ["--graph_optimizer"]
+
+
 @case("attention 'flash' does not run on cpu", "dropout 0.1", "--attention auto")
 def attention_that_has_no_dropout(folder):
     return ["--attention", "flash", "--dropout", "0.1"]

@@ -103,15 +103,24 @@ def test_the_notebook_of_the_grid_runs(tmp_path):
 
 
 def test_the_readme_has_the_figures_of_the_records():
+    from benchmarks import step
     from benchmarks.flags import table as flags_table
     from benchmarks.simulate import table
 
     text, results = (ROOT / "README.md").read_text(), ROOT / "benchmarks/results"
     flags = json.loads((results / "flags.json").read_text())
     assert flags_table(flags["figures"], flags["spread"]) in text
+    record = json.loads((results / "step.json").read_text())
+    figures, spread = record["figures"], record["spread"]
+    assert step.table(figures, spread, list(step.CASES)) in text and step.savers_table(figures, spread) in text
+    assert figures["fp32_fraction_of_matmul"] >= 0.58 and figures["bf16_fraction_of_matmul"] >= 0.17
+    assert figures["loop_overhead"] <= 0.03
     simulated = json.loads((results / "simulate.json").read_text())
     assert table(simulated["grids"]) in text
     assert simulated["figures"]["activations_tp4_over_tp1"] < 0.36
+    from docs.figures import roofline
+
+    assert roofline.table() in text
     certified = json.loads((results / "certificate.json").read_text())["figures"]
     assert f"trains {certified['grids']} grids" in text and f"is {certified['worst_float64']:.1e};" in " ".join(
         text.split()

@@ -1,12 +1,17 @@
 """The model: its shapes, its parts, its rules."""
 
+import collections
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks.attention import check_attention
+from networks.attention import check_attention, pick_attention
 from networks.vit import Attention, DropPath, ViT, unpatchify
+from utils.compiler import compile_modules
 
 
 def vit(**changes) -> ViT:
@@ -131,12 +136,53 @@ def test_a_kernel_that_the_device_lacks_is_refused(kernel):
         check_attention(kernel, 8, torch.device("cpu"), None)
 
 
-def test_deep_models_with_drop_path_compile():
-    """Twelve probabilities, one code: torch.compile gives up after eight versions of a function."""
+class Casts(TorchDispatchMode):
+    """Counts the casts to bf16, by the shape of what is cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+            self.count[tuple(args[0].shape)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_each_number_once():
+    """Weights once in a forward pass, and tokens where float32 meets a matrix."""
+    model, x = vit(depth=1, num_heads=2), torch.randn(2, 3, 16, 24)
+    with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    weights = collections.Counter(tuple(p.shape) for m in linears for p in m.parameters())
+    tokens = {(2, 24, 32): 3, (2, 24, 48): 1}  # both norms' output and the last one's; the patches
+    assert casts.count == weights + collections.Counter(tokens)
+
+
+@pytest.mark.parametrize(
+    "dtype, tokens, kernel",
+    [(torch.bfloat16, 128, "math"), (torch.float16, 1023, "math"), (torch.bfloat16, 1024, "auto"), (None, 128, "auto")],
+)
+def test_auto_takes_the_formula_for_few_tokens_in_16_bits_on_a_cpu(dtype, tokens, kernel):
+    assert pick_attention("auto", tokens, 8, torch.device("cpu"), dtype, 0.0) == kernel
+    assert pick_attention("flash", tokens, 8, torch.device("cpu"), dtype, 0.0) == "flash"
+
+
+def test_deep_models_with_drop_path_compile(monkeypatch):
+    """Twelve blocks, twelve probabilities, one code: torch.compile gives up after eight versions of a function."""
     model, x = vit(depth=12, drop_path=0.2, dropout=0.1), torch.randn(2, 3, 16, 24)
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="eager")
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    torch.compiler.reset()
+    compile_modules(model, ["Block"], None)
     model(x).sum().backward()
+    assert len(graphs) <= 2  # the first block has no DropPath
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x), vit(depth=12).eval()(x))
 

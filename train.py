@@ -161,7 +161,7 @@ def build_model(config: Config, data: WeatherData) -> ViT:
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=config.enable_fused)
+    return torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=config.enable_fused or None)
 
 
 def data_parallel(model: ViT, config: Config, group: dist.ProcessGroup | None = None) -> nn.Module:

@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_suite.py --json FILE [--skip tests ladder graphs attention memory]
 
-Ladder: none, TF32, bf16, fused optimiser, compilation, CUDA graphs, for the sections `base` and `mp`, each a step of
-its own with random data of the full size. Each part writes the file anew: if time runs out, what was measured stays.
+Ladder: none, TF32, bf16, fused optimiser, compilation, for the sections `base` and `mp`, on random data of the full
+size; graphs are the rung above. Each part writes the file anew: if time runs out, what was measured stays.
 """
 
 import argparse
+import gc
 import itertools
 import statistics
 import subprocess
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.record import write_record
-from benchmarks.step import Bench, compare, figures_of
+from benchmarks.step import SAVERS, Bench, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention
 
@@ -38,15 +39,22 @@ PLAIN = ["--no_enable_fused", "--no_enable_jit", "--amp_mode=none"]
 WARMUP, STEPS = 11, 20
 
 
+def clean_up() -> None:
+    """Free what the last case held: models and their hooks hold each other. Forget its compiled code, too."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.compiler.reset()
+
+
 def tests(figures: dict, spread: dict, kernels: dict) -> None:
     """Run the GPU's tests; the record has the numbers of those that passed, failed and were skipped."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--show-capture=no", "--tb=short", "tests/test_gpu.py"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    print(done.stdout[-6000:])
-    for word, count in itertools.pairwise(reversed(done.stdout.replace(",", "").split())):
-        if word in ("passed", "failed", "skipped", "errors") and count.isdigit():
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", "--show-capture=no", "--tb=short"]
+    done = subprocess.run([*command, "tests/test_gpu.py"], cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout[-6000:], done.stderr[-1000:])
+    figures["tests exit code"] = done.returncode
+    words = done.stdout.replace(",", "").split()
+    for count, word in itertools.pairwise(words):
+        if word in ("passed", "failed", "skipped", "error", "errors") and count.isdigit():
             figures[f"tests {word}"] = int(count)
 
 
@@ -60,7 +68,7 @@ def ladder(figures: dict, spread: dict, kernels: dict) -> None:
                   f"{figures[f'{name}: fraction_of_matmul']:.2f} of the matmul rate", flush=True)  # fmt: skip
             kernels[name] = found["bench"].kernels(12)
             del found
-            torch.cuda.empty_cache()
+            clean_up()
 
 
 def graphs(figures: dict, spread: dict, kernels: dict) -> None:
@@ -101,7 +109,7 @@ def graphs(figures: dict, spread: dict, kernels: dict) -> None:
             figures[f"{name}: loss change"] = change
             print(f"{name}: {statistics.median(times):.2f} ms, loss change {change:.0e}", flush=True)
             del bench, step, update, captured, losses
-            torch.cuda.empty_cache()
+            clean_up()
 
 
 def attention_kernels(figures: dict, spread: dict, kernels: dict) -> None:
@@ -142,20 +150,15 @@ def attention_kernels(figures: dict, spread: dict, kernels: dict) -> None:
                 print(f"{name}: {str(error).splitlines()[0][:80]}")
                 continue
             best = statistics.median(times[2:])
-            figures[f"{name}: ms"], spread[f"{name}: ms"] = best, [min(times[2:]), max(times)]
+            figures[f"{name}: ms"], spread[f"{name}: ms"] = best, [min(times[2:]), max(times[2:])]
             figures[f"{name}: tflop_per_sec"] = 3 * 4 * batch * heads * tokens**2 * d / best / 1e9
             print(f"{name}: {best:.2f} ms, {figures[f'{name}: tflop_per_sec']:.0f} TFLOP/s", flush=True)
 
 
 def memory(figures: dict, spread: dict, kernels: dict) -> None:
     """Measure the allocator's peak and the step's time with each way to save memory."""
-    savers = {
-        "nothing": [], "checkpoint block": ["--activation_checkpoint=block"],
-        "checkpoint mlp": ["--activation_checkpoint=mlp"], "mlp_chunks 4": ["--mlp_chunks=4"],
-        "checkpoint block, mlp_chunks 4": ["--activation_checkpoint=block", "--mlp_chunks=4"],
-    }  # fmt: skip
     for section, flags in SECTIONS.items():
-        for saver, more in savers.items():
+        for saver, more in SAVERS.items():
             name = f"{section}, {saver}"
             bench = Bench([*flags, *PLAIN, "--amp_mode=bf16", "--enable_fused", "--enable_jit", *more])
             for _ in range(3):
@@ -167,7 +170,7 @@ def memory(figures: dict, spread: dict, kernels: dict) -> None:
             figures[f"{name}: step_ms"] = 1e3 * statistics.median(times)
             print(f"{name}: {figures[f'{name}: peak_mb']:.0f} MB, {figures[f'{name}: step_ms']:.1f} ms", flush=True)
             del bench
-            torch.cuda.empty_cache()
+            clean_up()
 
 
 PARTS = {"tests": tests, "ladder": ladder, "graphs": graphs, "attention": attention_kernels, "memory": memory}

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import train
@@ -160,6 +161,8 @@ class Bench:
                 self.run_step()
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         events = sorted(profiler.key_averages(), key=lambda e: -getattr(e, key))
+        if on_gpu:  # each kernel stands there itself, and once more under the operation that launched it
+            events = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
         total = sum(getattr(e, key) for e in events)
         return [{"name": e.key, "share": getattr(e, key) / total, "calls": e.count / 3} for e in events[:count]]
 
@@ -266,9 +269,11 @@ def validation_ratios() -> list[float]:
     for i in range(WARMUP + ROUNDS * STEPS):
         times = {}
         for bench in benches if i % 2 else reversed(benches):
+            synchronize(bench.device)
             start = time.perf_counter()
             with torch.no_grad():
                 bench.model(bench.batch[0])
+            synchronize(bench.device)
             times[bench.config.mlp_chunks] = time.perf_counter() - start
         ratios.append(times[4] / times[1])
     return ratios[WARMUP:]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from utils.comm import Grid
+from utils.compiler import GRAPH_MODES
 from utils.config import Config
 
-# DistributedDataParallel looks at its own timing in its first iterations, which a recording cannot do.
+# DistributedDataParallel looks at its own timing in its first ten iterations (PyTorch's notes on CUDA graphs).
 DDP_WARMUP = 11
 
 
@@ -87,12 +88,13 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
             f"num_iters {config.num_iters} leaves nothing to replay after graph_warmup {config.graph_warmup}: "
             f"raise --num_iters, or lower --graph_warmup"
         )
-    if grid.get_size("dp-cp") > 1 and not config.noddp and config.graph_warmup < DDP_WARMUP:
+    looks_at_times = config.graph_warmup < DDP_WARMUP or config.graph_warmup % 100 in (99, 0)
+    if grid.get_size("dp-cp") > 1 and not config.noddp and looks_at_times:
         raise ValueError(
-            f"graph_warmup is {config.graph_warmup}: DistributedDataParallel cannot be recorded in its first "
-            f"{DDP_WARMUP} iterations; take {DDP_WARMUP} or more"
+            f"graph_warmup is {config.graph_warmup}: DistributedDataParallel waits for its own timing in its first "
+            f"iterations and in every 100th, which cannot be recorded; take {DDP_WARMUP} or more, and no such number"
         )
-    if config.enable_jit and config.compile_mode in ("reduce-overhead", "max-autotune"):
+    if config.enable_jit and config.compile_mode in GRAPH_MODES:
         raise ValueError(
             f"compile_mode {config.compile_mode} records CUDA graphs of its own, which cannot lie inside another one: "
             f"take default or max-autotune-no-cudagraphs, or run train_mp.py"

@@ -93,9 +93,9 @@ class ParallelViT(ViT):
         # own. (With accumulation, which samples pass together depends on dp, and so do the draws.)
         self.seed, self.dp, self.dp_rank = config.seed, grid.get_size("dp"), grid.get_rank("dp")
         self.generator: torch.Generator | None = None
+        self.register_forward_pre_hook(lambda _, args: self.draw_paths(args[0]))  # outside of what is compiled
 
     def forward(self, x: Tensor) -> Tensor:  # B C P n*P
-        self.draw_paths(x)
         own = slice(self.shard.first, self.shard.first + self.shard.count)
         tokens = self.pos_drop(self.patch_embed(x) + self.pos_embed[:, own])
         if padding := self.shard.length - self.shard.count:

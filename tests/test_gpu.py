@@ -11,7 +11,7 @@ from distributed import mappings
 from distributed.helpers import GridScaler
 from networks.attention import BACKENDS, attention, check_attention
 from tests.helpers import losses, records, run_here, tiny_flags
-from utils.device import allocator_settings, allow_tf32
+from utils.device import EXPANDABLE, allocator_settings, allow_tf32, pick_device
 from utils.launch import World, join
 from utils.profiling import peak_flops
 
@@ -21,6 +21,12 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def device():
     return torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    """All tests compile the same lines; torch.compile gives up after eight versions of one."""
+    torch.compiler.reset()
 
 
 def on_gpu(tiny, *flags):
@@ -200,8 +206,10 @@ def test_chapter_2_on_one_rank_is_chapter_1(tiny, flags):
 
 
 def test_memory_grows_in_expandable_segments(device):
-    if allocator_settings() != "PYTORCH_ALLOC_CONF=expandable_segments:True":
-        pytest.skip(f"the allocator has other settings: {allocator_settings() or 'none'}")
+    if (settings := allocator_settings(True, device)) != EXPANDABLE:
+        pytest.skip(f"the allocator has other settings: {settings or 'none'}")
+    pick_device("cuda", 0)
+    torch.cuda.empty_cache()
     held = torch.empty(64 * 2**20, device=device)
     segments = [s for s in torch.cuda.memory_snapshot() if s["total_size"] >= held.numel()]
     assert segments and all(segment["is_expandable"] for segment in segments)

@@ -31,7 +31,8 @@ def graphs(world, argv):
 
 def run_both(tiny, *flags):
     """Return the folders of an eager run and one that is recorded after three iterations, with these flags."""
-    flags = [f for f in flags if f != "--graph_optimizer"], list(flags)
+    flags = ["--device", "cpu", *flags]
+    flags = [f for f in flags if f != "--graph_optimizer"], flags
     eager = run_here(tiny_flags(tiny, *flags[0]), main=train_mp.main, name="1MP")
     graphed = tiny_flags(tiny, *flags[1], "--run_num", "graph", "--graph_warmup", str(WARMUP))
     return eager, run_here(graphed, main=graphs, name="1MP")
@@ -95,7 +96,7 @@ def test_collectives_are_replayed_too(tiny, ranks, flags):
     for run_num, worker in (("eager", ["train_mp.py"]), ("graph", ["-m", "tests.graphs_worker"])):
         more = ["--graph_warmup", "12"] if run_num == "graph" else []
         argv = tiny_flags(tiny, *[f for f in flags if more or f != "--graph_optimizer"], *more)
-        argv += ["--num_iters", "16", "--run_num", run_num, "--global_batch_size", "4"]
+        argv += ["--device", "cpu", "--num_iters", "16", "--run_num", run_num, "--global_batch_size", "4"]
         for done in run_ranks(ranks, [*worker, *argv]):
             assert done.returncode == 0, done.stderr
         parallel = int(flags[1]) * (int(flags[3]) if flags[2] == "--context_parallel" else 1)
@@ -139,7 +140,7 @@ def test_what_asks_the_host_cannot_be_recorded(fused):
     "flags, dp, found",
     [
         (["--num_iters", "20"], 1, "num_iters 20 leaves nothing to replay after graph_warmup 20"),
-        (["--graph_warmup", "10"], 2, "graph_warmup is 10: DistributedDataParallel .* take 11 or more"),
+        (["--graph_warmup", "10"], 2, "graph_warmup is 10: DistributedDataParallel waits .* take 11 or more"),
         (
             ["--enable_jit", "--compile_mode", "max-autotune"],
             1,

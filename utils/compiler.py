@@ -9,6 +9,8 @@ from torch import nn
 
 from utils.config import Config
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on GPUs
+
 
 def check_compiler(config: Config, device: torch.device) -> None:
     """Raise ValueError where the model is to be compiled, and cannot be so here."""
@@ -22,6 +24,12 @@ def check_compiler(config: Config, device: torch.device) -> None:
         )
     if config.compile_mode == "reduce-overhead" and device.type == "cpu":
         raise ValueError("compile_mode reduce-overhead replays CUDA graphs, and the device is cpu: take default")
+    passes_again = config.accumulation_steps > 1 or config.activation_checkpoint == "block"
+    if config.compile_mode in GRAPH_MODES and device.type == "cuda" and passes_again:
+        raise ValueError(
+            f"compile_mode {config.compile_mode} replays CUDA graphs, which overwrite gradients where a block runs "
+            f"twice in a step: leave out --accumulation_steps and --activation_checkpoint=block, or take another mode"
+        )
 
 
 def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:

@@ -4,6 +4,8 @@ import os
 
 import torch
 
+EXPANDABLE = "expandable_segments:True"
+
 
 def pick_device(name: str, local_rank: int, expandable_segments: bool = True) -> torch.device:
     """Return the device of this rank: its local rank modulo the devices it sees; set up its memory allocator.
@@ -18,25 +20,23 @@ def pick_device(name: str, local_rank: int, expandable_segments: bool = True) ->
         )
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    allow_expandable_segments(expandable_segments, device)
+    if allocator_settings(expandable_segments, device) == EXPANDABLE:
+        # PyTorch reads its variable when CUDA starts, before we know the GPU; it has no public function for later.
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (change or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
     return device
 
 
-def allow_expandable_segments(allowed: bool, device: torch.device) -> None:
-    """Let a GPU's memory allocator take segments that can grow, which leaves fewer gaps between tensors.
+def allocator_settings(expandable_segments: bool, device: torch.device) -> str:
+    """Return the settings of a GPU's memory allocator: the user's, from the environment, else ours; else nothing.
 
-    Call it before the first allocation. Not on an MI300A, whose memory is the host's. What the user has set stays.
+    Segments that can grow leave fewer gaps between tensors. Not on an MI300A, whose memory is the host's.
     """
-    if allowed and not allocator_settings() and "MI300A" not in torch.cuda.get_device_name(device):
-        # PyTorch 2.9 and 2.10 take this setting from the variable's old name only.
-        name = "PYTORCH_ALLOC_CONF" if torch.__version__ >= "2.11" else "PYTORCH_CUDA_ALLOC_CONF"
-        os.environ[name] = "expandable_segments:True"
-
-
-def allocator_settings() -> str:
-    """Return the settings of PyTorch's GPU memory allocator from the environment, such as `NAME=expandable_...`."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    if given or device.type == "cpu":
+        return " ".join(given)
+    return EXPANDABLE if expandable_segments and "MI300A" not in torch.cuda.get_device_name(device) else ""
 
 
 def allow_tf32(allowed: bool) -> None:

@@ -134,6 +134,7 @@ def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
     except Refused as error:
         if world.rank == 0:
             print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+        error.__traceback__ = None  # it holds main's variables, and NCCL waits for recorded graphs to be gone
         if dist.is_initialized():
             # Launchers end a job at the first exit: no rank leaves before rank 0 has printed.
             dist.barrier()

@@ -68,6 +68,9 @@ def known_device(name: str) -> str | None:
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the speed of large square matrix products in FLOP/s: the best of ten of the best size."""
     generator = torch.Generator(device)  # of its own: measuring must not move the state that dropout draws from
+    small = torch.zeros(64, 64, device=device, dtype=dtype)
+    small @ small  # the library starts
+    synchronize(device)
     best, began = 0.0, time.perf_counter()
     for size in (256, 1024) if device.type == "cpu" else (4096, 8192):
         a, b = (torch.rand(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
@@ -129,7 +132,8 @@ class MemoryWatch:
     def _after(self, *_: Any) -> None:
         if self.looks and torch.is_grad_enabled():
             self.after_forward, self.looks = memory_gb(self.device), False
-            if self.activations is None:  # later passes of a process on a CPU use memory that it never gave back
+            # On a CPU later passes use memory that the process kept. On a GPU the first one makes workspaces, too.
+            if self.device.type == "cuda" or self.activations is None:
                 self.activations = self.after_forward - self.before_forward
 
     def parts(self) -> dict[str, float]:

@@ -100,7 +100,7 @@ class Run:
     def describe(self, model: nn.Module, remarks: list[str]) -> None:
         """Log what will be trained, on what, and how fast it could go."""
         config, data = self.config, self.data
-        allocator = allocator_settings() if self.device.type == "cuda" else ""
+        allocator = allocator_settings(config.expandable_segments, self.device)
         for remark in (*remarks, data.warning, allocator and f"GPU memory allocator: {allocator}"):
             if remark:
                 self.log(remark)

@@ -1,7 +1,7 @@
-"""Chapter 3: the same training, of which the host launches a whole step at once: CUDA graphs.
+"""Chapter 3: the same training, of which the host launches forward and backward pass at once: CUDA graphs.
 
-    torchrun --nproc_per_node=4 train_mp_graphs.py --config=mp --tensor_parallel=4
-    TRAIN_SCRIPT=train_mp_graphs.py sbatch -N 4 submit_pm_mp.sh --config=mp --tensor_parallel=4
+    python train_mp_graphs.py --config=demo
+    TRAIN_SCRIPT=train_mp_graphs.py sbatch -N 4 submit_pm_mp.sh --config=mp_short --tensor_parallel=4
 
 New in this chapter: a step is recorded after some iterations, all its kernels and collectives, and then replayed
 (distributed/graphs.py). The model, its step and the loop are those of chapters 1 and 2.
@@ -41,7 +41,7 @@ def capture(
     run: Run,
     graph: type[CudaGraph] = CudaGraph,
 ) -> tuple[Callable, Callable]:
-    """Return the step and, with `graph_optimizer`, the update such that they are recorded and replayed.
+    """Return step and update: the step such that it is recorded and replayed, with `graph_optimizer` both.
 
     Forward, backward, the collectives of chapter 2 and DDP's lie in one recording, with accumulation all its passes.
     """

@@ -76,20 +76,23 @@ def difference(curve: list[float], reference: list[float]) -> float:
 
 
 def report(figures: dict[str, float]) -> str:
-    """Return the table of docs/combinations.md."""
+    """Return docs/combinations.md."""
     columns = list(itertools.product(AMP, FUSED, JIT))
     head = [f"{amp}{', fused' * fused}{', jit' * jit}" for amp, fused, jit in columns]
     lines = [f"| | {' | '.join(head)} |", f"|---|{'---|' * len(columns)}"]
     for saver in itertools.product(CHECKPOINT, CHUNKS):
         cells = (f"{figures[' '.join(flags_of(*column, *saver))]:.0e}" for column in columns)
         lines.append(f"| checkpoint {saver[0]}, chunks {saver[1]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    bounds = ", ".join(f"{bound:.0e} ({amp})" for amp, (bound, _) in BOUNDS.items())
+    wide = ", ".join(f"{amp} differs by at most {figures[f'{amp} from float32']:.0e}" for amp in AMP[1:])
+    return TEXT.format(iterations=ITERATIONS, bounds=bounds, wide=wide, table="\n".join(lines))
 
 
 TEXT = """# Every combination of the optimisations
 
 The largest relative difference of a loss in {iterations} iterations from the plain path of the same precision (no fused
-optimiser, no compilation, no checkpoint, one chunk). Bounds: {bounds}.
+optimiser, no compilation, no checkpoint, one chunk); `none` is float32. A small model on a CPU: 128 tokens of 64
+numbers, 2 blocks, batch 4. Bounds: {bounds}.
 
 From the plain path in float32, {wide}.
 
@@ -123,9 +126,7 @@ def main() -> None:
                 failed.append(name)
     write_record(args.json, figures, {})
     if args.report:
-        bounds = ", ".join(f"{bound:.0e} ({amp})" for amp, (bound, _) in BOUNDS.items())
-        wide = ", ".join(f"{amp} differs by at most {figures[f'{amp} from float32']:.0e}" for amp in AMP[1:])
-        args.report.write_text(TEXT.format(iterations=ITERATIONS, bounds=bounds, wide=wide, table=report(figures)))
+        args.report.write_text(report(figures))
     if failed:
         sys.exit(f"combinations.py: {len(failed)} beyond the bounds: {'; '.join(failed)}")
 

@@ -82,7 +82,9 @@ class Captured:
 def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
     """Raise ValueError where the step cannot be recorded, with the reason."""
     if device.type != "cuda":
-        raise ValueError("train_mp_graphs.py records CUDA graphs, and there is no GPU here: run train_mp.py")
+        raise ValueError(
+            "train_mp_graphs.py records CUDA graphs, which need a GPU, and the device is cpu: run train_mp.py"
+        )
     if config.num_iters <= config.graph_warmup:
         raise ValueError(
             f"num_iters {config.num_iters} leaves nothing to replay after graph_warmup {config.graph_warmup}: "
@@ -92,7 +94,8 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
     if grid.get_size("dp-cp") > 1 and not config.noddp and looks_at_times:
         raise ValueError(
             f"graph_warmup is {config.graph_warmup}: DistributedDataParallel waits for its own timing in its first "
-            f"iterations and in every 100th, which cannot be recorded; take {DDP_WARMUP} or more, and no such number"
+            f"iterations and in every 100th, which cannot be recorded; take {DDP_WARMUP} or more, and not a multiple "
+            f"of 100 or one less"
         )
     if config.enable_jit and config.compile_mode in GRAPH_MODES:
         raise ValueError(

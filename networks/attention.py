@@ -21,7 +21,7 @@ MATH_KEYS = 1024
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str, dropout: float) -> Tensor:
-    """Return softmax(q k / sqrt(d)) v, [B, h, N, d], from q [B, h, N, d], k and v [B, h, M, d].
+    """Return softmax(q k^T / sqrt(d)) v, [B, h, N, d], from q [B, h, N, d], k and v [B, h, M, d].
 
     `math` is the formula as it stands, and writes the table of weights to memory. The others call PyTorch's
     `scaled_dot_product_attention` (SDPA): restricted to one backend, or with `auto` free in its choice.
@@ -37,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str, dropout: float) -> T
 def pick_attention(
     name: str, tokens: int, head_dim: int, device: torch.device, dtype: torch.dtype | None, dropout: float
 ) -> str:
-    """Return the kernel to use where `name` was asked for: `auto` becomes the fastest one that we know of.
+    """Return the kernel to use where `name` was asked for; `auto` becomes one by these rules.
 
     On a CPU, SDPA is slow in 16 bits on few tokens: its backward pass takes five times as long as the formula's at 128.
     On Hopper GPUs cuDNN's kernel is reported to be ahead of flash (PyTorch's own choice), on Ampere behind it.

@@ -95,7 +95,7 @@ class DropPath(nn.Module):
 
 
 def recomputed(function: Callable[[Tensor], Tensor], random: bool) -> Callable[[Tensor], Tensor]:
-    """Return the function such that the backward pass keeps its input only, and computes all inside it once more.
+    """Return the function such that its forward keeps the input only; the backward pass computes the rest once more.
 
     Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost. `random` says that the function draws random
     numbers, which must then be the same again.
@@ -152,7 +152,7 @@ class ViT(nn.Module):
         residual_scale: factor of the change, one per output channel.
         drop_path: DropPath probability of the last block; it grows linearly from 0 at the first.
         attention: kernel: auto (SDPA's choice), flash, efficient, cudnn or math.
-        activation_checkpoint: what the backward pass computes once more instead of keeping it: none, block or mlp.
+        activation_checkpoint: what is not kept for the backward pass, but computed there once more: none, block or mlp.
         mlp_chunks: parts of the tokens that pass through the MLPs and the head one after the other; with more than one,
             the backward pass computes each part once more.
 

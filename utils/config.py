@@ -93,7 +93,7 @@ class Config:
 
     # Memory
     activation_checkpoint: str = _key(
-        "none", "what the backward pass computes once more instead of keeping it", choices=("none", "block", "mlp")
+        "none", "what the backward pass computes once more, and nobody keeps for it", choices=("none", "block", "mlp")
     )
     mlp_chunks: int = _key(1, "parts of the tokens that pass through an MLP or the head in turn", at_least=1)
     expandable_segments: bool = _key(True, "GPU memory in segments that can grow (not on MI300A)")

@@ -59,7 +59,7 @@ benchmark: data/demo
 	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json
 	$(PYTHON) benchmarks/step.py --json benchmarks/results/step.json
 
-# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 12 minutes on 2 cores.
+# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 13 minutes on 2 cores.
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
 

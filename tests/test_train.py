@@ -50,15 +50,23 @@ def test_a_run_leaves_what_a_user_sees(tiny, caplog):
         "Starting Training Loop...",
         "Time taken for epoch 1 is ",
         "  Avg train loss=",
+        "  Memory by part, GB: weights 0.000, gradients 0.000, optimizer 0.000, activations ",
         "  Avg val loss=",
         "  Total validation time: ",
         "DONE ---- rank 0",
     ):
         assert f" - root - INFO - {line}" in log
+    assert log.count("  First iteration: ") == 1 and "attention kernel: SDPA's choice" in log
     steps, epochs = records(folder, "step"), records(folder, "epoch")
     assert [s["iteration"] for s in steps] == [1, 2, 3, 4, 5]  # exactly num_iters, across epochs of 2
     assert [(e["epoch"], e["iteration"]) for e in epochs] == [(1, 2), (2, 4), (3, 5)]
     config = load_config(argv)[0]
+    weights = 4 * sum(
+        p.numel() for p in train.build_model(config, train.WeatherData(config.with_batches(1))).parameters()
+    )
+    held = epochs[-1]["memory_gb"]
+    assert held["weights"] == held["gradients"] == pytest.approx(weights / 2**30)
+    assert held["optimizer"] == pytest.approx(2 * weights / 2**30, rel=1e-3) and held["peak"] > held["activations"] >= 0
     assert [s["lr"] for s in steps] == [train.learning_rate(i, config) for i in range(5)]
     assert epochs[0]["train_loss"] == pytest.approx(np.mean([s["loss"] for s in steps[:2]]))
     for key in ("valid_rmse", "persistence_rmse", "valid_rmse_units", "valid_acc_timemean"):

@@ -68,6 +68,7 @@ class Run:
         # In fp16 a gradient that overflows is usual: the step is skipped and the scale, at first 2^16, is halved.
         self.overflows, self.overflows_allowed = 0, 30 if config.amp_mode == "fp16" else 0
         self.epoch_losses: list[float] = []
+        self.is_first_epoch = True  # of this process
         self.flops = flops
         self.handlers: list[logging.Handler] = []
         self.is_main = world.rank == 0
@@ -144,6 +145,7 @@ class Run:
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of one epoch, or of what is left of the run; then report the epoch's speed and loss."""
         loader, epoch, waited, loop_start = self.data.train_loader, self.epoch, 0.0, None
+        first_end = None
         left = min(len(loader), self.config.num_iters - self.iteration)
         epoch_start = time.perf_counter()
         self.memory.look_again()
@@ -159,8 +161,8 @@ class Run:
                     loop_start = time.perf_counter()
                 yield batch
                 bar.update()
-                if self.iteration == 1:  # what compiles does so here
-                    self.first_end = time.perf_counter()
+                if first_end is None:
+                    first_end = time.perf_counter()
             self._write_steps(self.steps.flush())
         now = time.perf_counter()
         self.epoch_end = now
@@ -185,9 +187,10 @@ class Run:
             self.log(" Memory usage after forward pass: %f GB.", self.memory.after_forward)
             parts = self.summary["memory_gb"].items()
             self.log("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
-            if epoch == 0:
-                rest = (now - self.first_end) / max(left - 1, 1)
-                self.log("  First iteration: %f sec, those after it: %f sec each", self.first_end - epoch_start, rest)
+            if self.is_first_epoch:  # what compiles did so in its first iteration
+                rest = (now - first_end) / max(left - 1, 1)
+                self.log("  First iteration: %f sec, those after it: %f sec each", first_end - epoch_start, rest)
+            self.is_first_epoch = False
 
     def after_step(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Count an iteration and keep its loss (mean over this rank's samples) and gradient norm."""

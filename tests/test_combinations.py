@@ -30,7 +30,7 @@ def test_optimisations_together_change_no_loss(tmp_path, combination):
     base = data(str(tmp_path))
     plain = losses([*base, *flags_of(amp, False, False, "none", 1), "--run_num", "plain"])
     together = losses([*base, *flags_of(*combination)])
-    assert plain[-1] < 0.9 * plain[0]  # there is something to learn
+    assert plain[-1] < 0.95 * plain[0]  # there is something to learn
     assert difference(together, plain) < BOUNDS[amp][0]
 
 

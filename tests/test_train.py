@@ -61,12 +61,10 @@ def test_a_run_leaves_what_a_user_sees(tiny, caplog):
     assert [s["iteration"] for s in steps] == [1, 2, 3, 4, 5]  # exactly num_iters, across epochs of 2
     assert [(e["epoch"], e["iteration"]) for e in epochs] == [(1, 2), (2, 4), (3, 5)]
     config = load_config(argv)[0]
-    weights = 4 * sum(
-        p.numel() for p in train.build_model(config, train.WeatherData(config.with_batches(1))).parameters()
-    )
-    held = epochs[-1]["memory_gb"]
-    assert held["weights"] == held["gradients"] == pytest.approx(weights / 2**30)
-    assert held["optimizer"] == pytest.approx(2 * weights / 2**30, rel=1e-3) and held["peak"] > held["activations"] >= 0
+    model = train.build_model(config, train.WeatherData(config.with_batches(1)))
+    weights, held = 4 * sum(p.numel() for p in model.parameters()) / 2**30, epochs[-1]["memory_gb"]
+    assert held["weights"] == pytest.approx(weights, rel=1e-3) and held["gradients"] == pytest.approx(weights)
+    assert held["optimizer"] == pytest.approx(2 * weights, rel=2e-3) and held["peak"] > held["activations"] >= 0
     assert [s["lr"] for s in steps] == [train.learning_rate(i, config) for i in range(5)]
     assert epochs[0]["train_loss"] == pytest.approx(np.mean([s["loss"] for s in steps[:2]]))
     for key in ("valid_rmse", "persistence_rmse", "valid_rmse_units", "valid_acc_timemean"):

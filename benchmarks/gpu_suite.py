@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.bench import Bench
 from benchmarks.record import write_record
-from benchmarks.step import SAVERS, Bench, compare, figures_of
+from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention
 

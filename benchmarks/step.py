@@ -15,37 +15,20 @@ computed again (activation checkpointing, flash attention's backward pass) count
 import argparse
 import statistics
 import sys
-import tempfile
 import time
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-import train
-from benchmarks.memory import LiveMemory, mlp_peak
+from benchmarks.bench import REFERENCE, Bench
+from benchmarks.loop import loop_overhead
+from benchmarks.memory import mlp_peak
 from benchmarks.record import write_record
-from networks.attention import attention
-from utils.compiler import compile_modules
-from utils.config import load_config
-from utils.launch import World, join
-from utils.loss import relative_l2
 from utils.profiling import known_device, measured_peak, peak_flops, synchronize
-from utils.sample_data import write_shape
-from utils.token_shard import TokenShard
 
 ROUNDS, STEPS, WARMUP = 3, 8, 3
-# 2.58 GFLOP a sample on 128 tokens: what a CPU does in some seconds.
-REFERENCE = [
-    "--config=demo", "--img_size", "64", "128", "--embed_dim=192", "--depth=6", "--num_heads=6", "--local_batch_size=8",
-    "--n_in_channels=20", "--n_out_channels=20", "--plot_channels=None", "--no_residual",
-]  # fmt: skip
 CASES = {
     "fp32": [],
     "fp32 compiled": ["--enable_jit"],
@@ -59,133 +42,6 @@ SAVERS = {
     "mlp_chunks 4": ["--mlp_chunks=4"],
     "both": ["--activation_checkpoint=block", "--mlp_chunks=4"],
 }
-
-
-class Bench:
-    """The training step of a configuration, on random data, with a clock at its parts."""
-
-    def __init__(self, flags: list[str]):
-        config = load_config(flags)[0].with_batches(1)
-        self.config, self.device = config, train.prepare_device(config, local_rank=0)
-        channels = [
-            len(names) if names else n
-            for names, n in ((config.in_channels, config.n_in_channels), (config.out_channels, config.n_out_channels))
-        ]
-        self.data = SimpleNamespace(
-            in_names=range(channels[0]), out_names=range(channels[1]), origins=list(range(channels[1])),
-            residual_scale=None, tokens=TokenShard(config.img_size, config.patch_size), device=self.device,
-        )  # fmt: skip
-        self.model = train.build_model(config, self.data).to(self.device)
-        self.optimizer = train.build_optimizer(self.model, config)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp_mode == "fp16")
-        generator = torch.Generator(self.device).manual_seed(1)
-        shape = config.global_batch_size, *config.img_size
-        self.batch = [torch.randn(shape[0], c, *shape[1:], device=self.device, generator=generator) for c in channels]
-        self.marks: list = []
-        self.is_timed = True
-        self.model.register_forward_pre_hook(self._mark)
-        step = partial(train.forward_backward, self.model, scaler=self.scaler, config=config)
-        self.step = partial(step, distance=self._distance)
-        self.update = partial(train.update_weights, self.optimizer, self.scaler, config)
-        if config.enable_jit:
-            compile_modules(self.model, config.compile_modules, config.compile_mode)
-
-    def _mark(self, *_: object) -> None:
-        """Note the time: on a GPU an event on its stream."""
-        if not self.is_timed:
-            return
-        if self.device.type == "cuda":
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
-
-    def _distance(self, forecast: Tensor, target: Tensor) -> Tensor:
-        loss = relative_l2(forecast, target)
-        self._mark()
-        return loss
-
-    def run_step(self) -> dict[str, float]:
-        """Take a step; return the seconds of its parts."""
-        self.marks = []
-        self._mark()
-        self.step(*self.batch)
-        self._mark()
-        self.update(self.config.lr)
-        self._mark()
-        synchronize(self.device)
-        *passes, trained, updated = self.marks
-        started, passes = passes[0], passes[1:]
-        forward = sum(self._between(a, b) for a, b in zip(passes[::2], passes[1::2]))
-        whole, optimizer = self._between(started, updated), self._between(trained, updated)
-        return {"forward": forward, "backward": whole - optimizer - forward, "optimizer": optimizer, "step": whole}
-
-    def _between(self, a: object, b: object) -> float:
-        return a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return train.AMP_DTYPE[self.config.amp_mode] or torch.get_default_dtype()
-
-    def flops(self) -> int:
-        """Return the floating point operations of a step: the embedding alone needs no gradient of its input."""
-        N = self.data.tokens.total
-        return self.config.global_batch_size * (
-            3 * self.model.flops() - 2 * N * self.model.patch_embed.proj.weight.numel()
-        )
-
-    def memory(self) -> dict[str, int]:
-        """Return the bytes by part, of a step without compilation: tensors alone, no workspace of a kernel."""
-        after_forward = []
-        hook = self.model.register_forward_hook(lambda *_: after_forward.append(live.now))
-        self.model.zero_grad(set_to_none=True)
-        with LiveMemory() as live:
-            self.step(*self.batch)
-        hook.remove()
-        parameters = list(self.model.parameters())
-        moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-        weights, optimizer = _bytes(parameters), _bytes(moments)
-        return {
-            "weights": weights,
-            "gradients": _bytes(p.grad for p in parameters),
-            "optimizer": optimizer,
-            "activations": after_forward[0],
-            "peak": weights + optimizer + _bytes(self.batch) + live.peak,
-        }
-
-    def kernels(self, count: int = 8) -> list[dict]:
-        """Return the operations that take longest: name, share of the step's time on the device, calls a step."""
-        on_gpu = self.device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
-            for _ in range(3):
-                self.run_step()
-        key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        events = sorted(profiler.key_averages(), key=lambda e: -getattr(e, key))
-        if on_gpu:  # each kernel stands there itself, and once more under the operation that launched it
-            events = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        total = sum(getattr(e, key) for e in events)
-        return [{"name": e.key, "share": getattr(e, key) / total, "calls": e.count / 3} for e in events[:count]]
-
-    def attention_seconds(self) -> float:
-        """Return the time of all blocks' attention alone, forward and backward, in the kernel and dtype in use."""
-        config, N = self.config, self.data.tokens.total
-        heads, kernel = config.num_heads, self.model.blocks[0].attn.kernel
-        q, k, v = (
-            torch.randn(config.local_batch_size, N, heads, config.embed_dim // heads, device=self.device)
-            .to(self.dtype).transpose(1, 2).requires_grad_() for _ in range(3)
-        )  # fmt: skip
-        grad, best = torch.randn_like(q), float("inf")
-        for _ in range(5):
-            synchronize(self.device)
-            start = time.perf_counter()
-            attention(q, k, v, kernel, 0.0).backward(grad)
-            synchronize(self.device)
-            best = min(best, time.perf_counter() - start)
-        return best * config.depth * config.accumulation_steps
-
-
-def _bytes(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def compare(cases: dict[str, list[str]]) -> dict[str, dict]:
@@ -279,57 +135,6 @@ def validation_ratios() -> list[float]:
     return ratios[WARMUP:]
 
 
-def loop_overhead() -> list[float]:
-    """Return what the training loop (reading, normalising, records, log) adds to the bare step, a median a round.
-
-    An iteration of the loop and a bare step on one batch that lies in memory take turns.
-    """
-    batch = [torch.randn(8, 20, 64, 128) for _ in range(2)]
-    ratios: list[list[float]] = []
-
-    class Alternating(train.Run):
-        def batches(self):
-            ratios.append([])
-            self.resumed = time.perf_counter()
-            yield from super().batches()
-
-        def after_step(self, *args: object) -> None:
-            super().after_step(*args)
-            begin = time.perf_counter()
-            step(*batch)
-            update(config.lr)
-            end = time.perf_counter()
-            ratios[-1].append((begin - self.resumed) / (end - begin) - 1)
-            self.resumed = end
-
-        def after_epoch(self, *_: object) -> None:
-            pass
-
-        def __exit__(self, *error: object) -> None:
-            super().__exit__(KeyboardInterrupt, None, None)  # nothing was validated, so there is no result to log
-
-    count, rounds = 20, ROUNDS
-    join(World())
-    with tempfile.TemporaryDirectory() as folder:
-        write_shape(f"{folder}/data", (20, 64, 128), samples=8 * count + 1)
-        flags = [*REFERENCE, "--expdir", folder, "--num_iters", str(count * rounds)]
-        flags += [f"--{kind}_data_path={folder}/data/{kind}" for kind in ("train", "valid")]
-        flags += [
-            f"--{kind}_path={folder}/data/stats/{kind}.npy" for kind in ("global_means", "global_stds", "time_means")
-        ]
-        config = load_config(flags)[0].with_batches(1)
-        data = train.WeatherData(config)
-        model = train.build_model(config, data)
-        optimizer, scaler = train.build_optimizer(model, config), torch.amp.GradScaler("cpu", enabled=False)
-        step = partial(train.forward_backward, model, scaler=scaler, config=config)
-        update = partial(train.update_weights, optimizer, scaler, config)
-        with Alternating(config, World(), data.device, data, model.flops()) as run:
-            run.watch_memory(model, optimizer)
-            train.train(step, update, model, data, config, run)
-    torch.distributed.destroy_process_group()
-    return [statistics.median(round[1:]) for round in ratios]  # the first iteration waits for the reader to start
-
-
 def table(figures: dict[str, float], spread: dict[str, list[float]], cases: list[str]) -> str:
     """Return the figures of some cases as the README shows them."""
     head = ["", *(f"`{name}`" for name in cases)]
@@ -391,7 +196,7 @@ def main() -> None:
             figures[f"{name}_fraction_of_matmul"] = max(fractions)
         del results
         savers(figures, spread)
-        overhead = loop_overhead()
+        overhead = loop_overhead(ROUNDS)
         figures["loop_overhead"], spread["loop_overhead"] = min(overhead), [min(overhead), max(overhead)]
         figures["loop_overhead_median"] = statistics.median(overhead)
         print(savers_table(figures, spread))

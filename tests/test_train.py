@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import train
-import train_mp
 from tests.helpers import (
     ERA5,
     ROOT,
@@ -25,7 +24,6 @@ from tests.helpers import (
     write_data,
     write_file,
 )
-from utils.compiler import check_compiler
 from utils.config import Config, load_config
 from utils.launch import World, join
 
@@ -156,51 +154,6 @@ def test_fused_adam_gives_the_same_losses(tiny):
     plain = losses(run_here(tiny_flags(tiny)))
     fused = losses(run_here(tiny_flags(tiny, "--enable_fused", "--run_num", "b")))
     np.testing.assert_allclose(fused, plain, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_compiled_blocks_give_the_same_losses(tiny):
-    plain = losses(run_here(tiny_flags(tiny)))
-    compiled = losses(run_here(tiny_flags(tiny, "--enable_jit", "--run_num", "b")))
-    np.testing.assert_allclose(compiled, plain, rtol=1e-5)
-
-
-def test_enable_jit_compiles_and_no_compiler_is_one_line(tiny, monkeypatch):
-    compiled = []
-
-    def keep(forward, **kwargs):
-        compiled.append((type(forward.__self__).__name__, kwargs))
-        return forward
-
-    monkeypatch.setattr(torch, "compile", keep)
-    run_here(tiny_flags(tiny, "--enable_jit"))
-    assert compiled == [("Block", {"fullgraph": True, "mode": "default"})] * 2
-    compiled.clear()
-    run_here(tiny_flags(tiny, "--enable_jit", "--compile_modules", "MLP", "PatchEmbed", "--compile_mode=max-autotune"))
-    assert sorted(name for name, _ in compiled) == ["MLP", "MLP", "PatchEmbed"]
-    assert all(kwargs["mode"] == "max-autotune" for _, kwargs in compiled)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ValueError, match="enable_jit needs a C.. compiler"):
-        run_here(tiny_flags(tiny, "--enable_jit"))
-
-
-def test_graphs_of_the_compiler_allow_one_run_of_a_block_in_a_step():
-    gpu, mode = torch.device("cuda"), {"enable_jit": True, "compile_mode": "reduce-overhead"}
-    check_compiler(Config(**mode), gpu)
-    for more in ({"accumulation_steps": 2}, {"activation_checkpoint": "block"}):
-        check_compiler(Config(**{**mode, **more, "compile_mode": "default"}), gpu)
-        with pytest.raises(ValueError, match="overwrite gradients where a block runs twice"):
-            check_compiler(Config(**mode, **more), gpu)
-
-
-@pytest.mark.parametrize("chapter, name", [(train, "1GPU"), (train_mp, "1MP")])
-def test_the_whole_model_compiles(tiny, monkeypatch, chapter, name):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    flags = ["--drop_path", "0.2", "--mlp_chunks", "2", "--compile_modules", "ViT"]
-    plain = losses(run_here(tiny_flags(tiny, *flags), chapter.main, name))
-    compiled = losses(run_here(tiny_flags(tiny, *flags, "--enable_jit", "--run_num", "b"), chapter.main, name))
-    np.testing.assert_allclose(compiled, plain, rtol=1e-6)
 
 
 def test_flags_reach_the_optimiser(tiny, monkeypatch):

@@ -32,9 +32,10 @@ def allocator_settings(expandable_segments: bool, device: torch.device) -> str:
 
     Segments that can grow leave fewer gaps between tensors. Not on an MI300A, whose memory is the host's.
     """
+    if device.type == "cpu":
+        return ""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    if given or device.type == "cpu":
+    if given := [f"{name}={os.environ[name]}" for name in names if name in os.environ]:
         return " ".join(given)
     return EXPANDABLE if expandable_segments and "MI300A" not in torch.cuda.get_device_name(device) else ""
 

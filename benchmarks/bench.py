@@ -1,0 +1,152 @@
+"""A training step of any configuration, on random data, with a clock at its parts (for step.py and gpu_suite.py)."""
+
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import train
+from benchmarks.memory import LiveMemory
+from networks.attention import attention
+from utils.compiler import compile_modules
+from utils.config import load_config
+from utils.loss import relative_l2
+from utils.profiling import synchronize
+from utils.token_shard import TokenShard
+
+# 2.58 GFLOP a sample on 128 tokens: what a CPU does in some seconds.
+REFERENCE = [
+    "--config=demo", "--img_size", "64", "128", "--embed_dim=192", "--depth=6", "--num_heads=6", "--local_batch_size=8",
+    "--n_in_channels=20", "--n_out_channels=20", "--plot_channels=None", "--no_residual",
+]  # fmt: skip
+
+
+class Bench:
+    """The training step of a configuration, on random data, with a clock at its parts."""
+
+    def __init__(self, flags: list[str]):
+        config = load_config(flags)[0].with_batches(1)
+        self.config, self.device = config, train.prepare_device(config, local_rank=0)
+        channels = [
+            len(names) if names else n
+            for names, n in ((config.in_channels, config.n_in_channels), (config.out_channels, config.n_out_channels))
+        ]
+        self.data = SimpleNamespace(
+            in_names=range(channels[0]), out_names=range(channels[1]), origins=list(range(channels[1])),
+            residual_scale=None, tokens=TokenShard(config.img_size, config.patch_size), device=self.device,
+        )  # fmt: skip
+        self.model = train.build_model(config, self.data).to(self.device)
+        self.optimizer = train.build_optimizer(self.model, config)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp_mode == "fp16")
+        generator = torch.Generator(self.device).manual_seed(1)
+        shape = config.global_batch_size, *config.img_size
+        self.batch = [torch.randn(shape[0], c, *shape[1:], device=self.device, generator=generator) for c in channels]
+        self.marks: list = []
+        self.is_timed = True
+        self.model.register_forward_pre_hook(self._mark)
+        step = partial(train.forward_backward, self.model, scaler=self.scaler, config=config)
+        self.step = partial(step, distance=self._distance)
+        self.update = partial(train.update_weights, self.optimizer, self.scaler, config)
+        if config.enable_jit:
+            compile_modules(self.model, config.compile_modules, config.compile_mode)
+
+    def _mark(self, *_: object) -> None:
+        """Note the time: on a GPU an event on its stream."""
+        if not self.is_timed:
+            return
+        if self.device.type == "cuda":
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+        else:
+            self.marks.append(time.perf_counter())
+
+    def _distance(self, forecast: Tensor, target: Tensor) -> Tensor:
+        loss = relative_l2(forecast, target)
+        self._mark()
+        return loss
+
+    def run_step(self) -> dict[str, float]:
+        """Take a step; return the seconds of its parts."""
+        self.marks = []
+        self._mark()
+        self.step(*self.batch)
+        self._mark()
+        self.update(self.config.lr)
+        self._mark()
+        synchronize(self.device)
+        *passes, trained, updated = self.marks
+        started, passes = passes[0], passes[1:]
+        forward = sum(self._between(a, b) for a, b in zip(passes[::2], passes[1::2]))
+        whole, optimizer = self._between(started, updated), self._between(trained, updated)
+        return {"forward": forward, "backward": whole - optimizer - forward, "optimizer": optimizer, "step": whole}
+
+    def _between(self, a: object, b: object) -> float:
+        return a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return train.AMP_DTYPE[self.config.amp_mode] or torch.get_default_dtype()
+
+    def flops(self) -> int:
+        """Return the floating point operations of a step: the embedding alone needs no gradient of its input."""
+        N = self.data.tokens.total
+        return self.config.global_batch_size * (
+            3 * self.model.flops() - 2 * N * self.model.patch_embed.proj.weight.numel()
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes by part, of a step without compilation: tensors alone, no workspace of a kernel."""
+        after_forward = []
+        hook = self.model.register_forward_hook(lambda *_: after_forward.append(live.now))
+        self.model.zero_grad(set_to_none=True)
+        with LiveMemory() as live:
+            self.step(*self.batch)
+        hook.remove()
+        parameters = list(self.model.parameters())
+        moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+        weights, optimizer = _bytes(parameters), _bytes(moments)
+        return {
+            "weights": weights,
+            "gradients": _bytes(p.grad for p in parameters),
+            "optimizer": optimizer,
+            "activations": after_forward[0],
+            "peak": weights + optimizer + _bytes(self.batch) + live.peak,
+        }
+
+    def kernels(self, count: int = 8) -> list[dict]:
+        """Return the operations that take longest: name, share of the step's time on the device, calls a step."""
+        on_gpu = self.device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
+            for _ in range(3):
+                self.run_step()
+        key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        events = sorted(profiler.key_averages(), key=lambda e: -getattr(e, key))
+        if on_gpu:  # each kernel stands there itself, and once more under the operation that launched it
+            events = [e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        total = sum(getattr(e, key) for e in events)
+        return [{"name": e.key, "share": getattr(e, key) / total, "calls": e.count / 3} for e in events[:count]]
+
+    def attention_seconds(self) -> float:
+        """Return the time of all blocks' attention alone, forward and backward, in the kernel and dtype in use."""
+        config, N = self.config, self.data.tokens.total
+        heads, kernel = config.num_heads, self.model.blocks[0].attn.kernel
+        q, k, v = (
+            torch.randn(config.local_batch_size, N, heads, config.embed_dim // heads, device=self.device)
+            .to(self.dtype).transpose(1, 2).requires_grad_() for _ in range(3)
+        )  # fmt: skip
+        grad, best = torch.randn_like(q), float("inf")
+        for _ in range(5):
+            synchronize(self.device)
+            start = time.perf_counter()
+            attention(q, k, v, kernel, 0.0).backward(grad)
+            synchronize(self.device)
+            best = min(best, time.perf_counter() - start)
+        return best * config.depth * config.accumulation_steps
+
+
+def _bytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -52,10 +52,11 @@ def write_data(
     columns: int = 32,
     names: list[str] | None = None,
     constant: int | None = None,
+    **layout,
 ) -> Path:
     """Write train/, valid/ and stats/ under `folder`: files by stem with their number of steps.
 
-    `constant` is a channel that stays as it is in time.
+    `constant` is a channel that stays as it is in time; `layout` goes to h5py.
     """
     sets = {"train": train or {"2001": 14, "2002": 9}, "valid": valid or {"2003": 8}}
     written = {}
@@ -65,7 +66,7 @@ def write_data(
             if constant is not None:
                 data[:, constant] = fields(1, 1, rows, columns)[0]
             written[kind, stem] = data
-            write_file(folder / kind / f"{stem}.h5", data, start=STEP * 1000 * i, names=names)
+            write_file(folder / kind / f"{stem}.h5", data, start=STEP * 1000 * i, names=names, **layout)
     every = np.concatenate([data for (kind, _), data in written.items() if kind == "train"]).astype(np.float64)
     stats = folder / "stats"
     stats.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """The loader: which samples, in which order, on which rank, with which values."""
 
-from pathlib import Path
+import copy
 
 import h5py
 import numpy as np
@@ -10,14 +10,18 @@ import torch
 from tests.helpers import STEP, fields, tiny_flags, write_data, write_file
 from utils.config import load_config
 from utils.data_loader import epoch_order, shard
-from utils.era5 import ERA5_CHANNELS, Files, FrameReader, _consecutive, channel_indices, check_crop, load_stats
-from utils.token_shard import TokenShard
+from utils.era5 import ERA5_CHANNELS, Files, channel_indices, check_crop, load_stats
 from utils.weather_data import WeatherData
 
 
 def weather(folder, *flags, ranks=1, rank=0):
     config = load_config(tiny_flags(folder, *flags))[0].with_batches(ranks)
     return WeatherData(config, num_shards=ranks, shard_id=rank)
+
+
+def read(loader, *position):
+    """All batches of an epoch, kept: the loader uses their memory again."""
+    return [copy.deepcopy(batch) for batch in loader.epoch(*position)]
 
 
 def stored(folder, kind):
@@ -60,9 +64,9 @@ def test_every_number_of_ranks_sees_the_same_global_batches(ranks):
 def test_batches_hold_the_values_of_the_files_normalised(tiny):
     data, pairs = weather(tiny), stored(tiny, "train")
     means, stds = (np.load(tiny / f"stats/global_{name}.npy") for name in ("means", "stds"))
-    batches = list(data.train_loader.epoch(2))
+    batches = read(data.train_loader, 2)
     assert len(batches) == len(data.train_loader) == 2  # 21 samples, batches of 8: the tail is dropped
-    for batch, samples in zip(batches, data.train_loader.samples(2)):
+    for batch, samples in zip(batches, data.train_loader.order.epoch(2)):
         inp, target = data.to_device(batch)
         for b, sample in enumerate(samples):
             for got, raw in zip((inp, target), pairs[sample]):
@@ -83,92 +87,20 @@ def test_validation_is_complete_and_in_order(tiny, ranks):
     assert all(np.array_equal(frame, inp[:, :16]) for frame, (inp, _) in zip(seen, pairs))
 
 
-@pytest.mark.parametrize("layout", [{}, {"chunks": (1, 1, 17, 32)}, {"compression": "gzip"}])
-@pytest.mark.parametrize("dtype", ["float32", "float16", ">f4"])
-def test_layouts_and_dtypes(tmp_path, layout, dtype):
-    data = fields(4, 5, 17, 32)
-    write_file(tmp_path / "2000.h5", data.astype(dtype), **layout)
-    reader = FrameReader(Files.open(str(tmp_path)), [3, 0, 1], range(16), 32)
-    frame = np.empty((3, 16, 32), reader.files.dtype)
-    reader.read(0, 2, frame)
-    assert reader.files.dtype == (np.float16 if dtype == "float16" else np.float32)
-    np.testing.assert_array_equal(frame, data[2, [3, 0, 1], :16].astype(dtype))
-
-
-def test_only_the_channels_and_rows_asked_for_are_read(tmp_path, monkeypatch):
-    assert _consecutive([2, 3, 4, 0, 7, 8]) == [(0, 2, 3), (3, 0, 1), (4, 7, 2)]
-    write_file(tmp_path / "2000.h5", fields(4, 5, 17, 32))
-    reader, bytes_read = FrameReader(Files.open(str(tmp_path)), [1, 2], range(16), 32), []
-    original = h5py.Dataset.read_direct
-
-    def count(dataset, dest, source_sel, dest_sel):
-        bytes_read.append(np.empty(dataset.shape, bool)[source_sel].size * 4)
-        original(dataset, dest, source_sel, dest_sel)
-
-    monkeypatch.setattr(h5py.Dataset, "read_direct", count)
-    reader.read(0, 0, np.empty((2, 16, 32), np.float32))
-    assert bytes_read == [2 * 16 * 32 * 4]
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    write_file(tmp_path / "2000.h5", fields(4, 2, 16, 32), chunks=(1, 2, 16, 32), fletcher32=True)
-    with h5py.File(tmp_path / "2000.h5") as file:
-        damaged = file["fields"].id.get_chunk_info(2).byte_offset
-    with (tmp_path / "2000.h5").open("r+b") as file:
-        file.seek(damaged)
-        file.write(b"wrong")
-    reader = FrameReader(Files.open(str(tmp_path)), [0, 1], range(16), 32)
-    frame = np.empty((2, 16, 32), np.float32)
-    reader.read(0, 1, frame)
-    with pytest.raises(OSError, match="2000.h5: frame 2 cannot be read"):
-        reader.read(0, 2, frame)
-
-
-def bytes_read_by_this_process():
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count the bytes that are read")
-@pytest.mark.parametrize(
-    "shards, patch_rows", [(1, [8]), (4, [2, 2, 2, 2]), (7, [2, 2, 2, 2, 2, 3, 1]), (72, [1] * 64 + [0] * 8)]
-)
-def test_a_rank_reads_the_patch_rows_of_its_tokens_and_no_more(tmp_path, shards, patch_rows):
-    """Counted by the operating system: 8 x 16 patches of 8 points, 4 KB a row of patches and channel."""
-    write_file(tmp_path / "2000.h5", fields(2, 3, 64, 128))
-    files = Files.open(str(tmp_path))
-    for i, count in enumerate(patch_rows):
-        shard = TokenShard((64, 128), 8, shards, i)
-        reader = FrameReader(files, [0, 2], shard.rows, 128)
-        frame = np.empty((2, len(shard.rows), 128), np.float32)
-        reader.read(0, 0, frame)  # opens the file
-        before = bytes_read_by_this_process()
-        nothing = bytes_read_by_this_process() - before
-        before = bytes_read_by_this_process()
-        reader.read(0, 1, frame)
-        assert bytes_read_by_this_process() - before - nothing == frame.nbytes == count * 2 * 8 * 128 * 4
-
-
-def test_workers_read_the_same_batches(tiny):
-    plain, ahead = weather(tiny), weather(tiny, "--num_data_workers", "2")
-    for epoch in (0, 1):
-        for a, b in zip(plain.train_loader.epoch(epoch), ahead.train_loader.epoch(epoch), strict=True):
-            assert torch.equal(a.inp, b.inp) and torch.equal(a.target, b.target)
-
-
 def test_reading_leaves_the_random_state_alone(tiny):
     data = weather(tiny)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    list(data.train_loader.epoch(0))
+    read(data.train_loader, 0)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_limits_and_a_later_start(tiny):
     data = weather(tiny, "--limit_nsamples", "9", "--limit_nsamples_val", "2", "--global_batch_size", "3")
     assert len(data.train_pairs) == 9 and len(data.valid_pairs) == 2 and len(data.train_loader) == 3
-    assert data.train_loader.samples(1).max() < 9
-    later = list(data.train_loader.epoch(1, first=2))
-    assert len(later) == 1 and torch.equal(later[0].inp, list(data.train_loader.epoch(1))[2].inp)
+    assert data.train_loader.order.epoch(1).max() < 9
+    later = read(data.train_loader, 1, 2)
+    assert len(later) == 1 and torch.equal(later[0].inp, read(data.train_loader, 1)[2].inp)
 
 
 def test_channels_by_name_and_their_origins(tmp_path):

@@ -67,7 +67,8 @@ class Config:
     limit_nsamples: int | None = _key(None, "train on the first samples only", at_least=1)
     limit_nsamples_val: int | None = _key(None, "validate on the first samples only", at_least=1)
     data_loader_config: str = _key("pytorch", "data loader", choices=("pytorch", "dali"))
-    num_data_workers: int = _key(0, "processes that read ahead; 0 reads inside the loop", at_least=0)
+    num_data_workers: int = _key(0, "readers that read ahead; 0 reads inside the loop", at_least=0)
+    read_depth: int | None = _key(None, "reads under way at once, contiguous files (num_data_workers)", at_least=1)
 
     # Training
     num_iters: int = _key(30000, "number of optimiser steps, exactly", at_least=1)
@@ -299,6 +300,9 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     for name in ("compile_modules", "compile_mode"):
         if getattr(config, name) != FIELDS[name].default and not config.enable_jit:
             remarks.append(f"{name} changes nothing without --enable_jit")
+
+    if config.read_depth is not None and not config.num_data_workers:
+        remarks.append("read_depth changes nothing without --num_data_workers")
 
     if config.model_backend == "transformer-engine":
         raise ValueError("model_backend transformer-engine is not supported: use pytorch, with --amp_mode bf16")

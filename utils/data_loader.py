@@ -1,28 +1,36 @@
-"""The data loader: which samples make a batch, in which order, on which rank, and how they reach the device.
+"""The data loader: which samples make a batch, in which order, on which rank, and who reads them.
 
 An epoch's order is a function of (seed, epoch) alone. A global batch is the next `global_batch_size` entries of it,
 and each rank takes its equal slice: every number of ranks sees the same global batches.
 
+Frames go straight from the files into a ring of batch buffers (utils/frame_reader.py, utils/batch_ring.py), in the
+loop or ahead of it (utils/read_ahead.py).
+
 Shapes:  B samples of one iteration on one rank   C channels   H W rows, columns
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from utils.era5 import FrameReader
+from utils.batch_ring import BatchRing
+from utils.frame_reader import FrameReader
+from utils.read_ahead import Job, ReadAhead
+from utils.read_worker import ReaderProcess
 
 
-class Batch(NamedTuple):
-    """What the reader gives, raw and on the host."""
+@dataclass
+class Batch:
+    """What the reader gives, raw and on the host. It is valid until the next one is asked for: buffers are reused."""
 
     inp: Tensor  # [B, C_in, H, W], as stored; H counts the rows that this rank reads
     target: Tensor  # [B, C_out, H, W], as stored
     counts: Tensor  # [B]: 1 for a sample, 0 for one that only fills the batch
+    copied: torch.cuda.Event | None = None  # a copy to a GPU is done: until then nobody may write here
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -41,102 +49,186 @@ def shard(order: np.ndarray, global_batch: int, num_shards: int, shard_id: int) 
     return padded.reshape(iterations, num_shards, global_batch // num_shards)[:, shard_id]
 
 
-class PairDataset(Dataset):
-    """Pairs (state, state dt steps later), read a batch at a time."""
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which samples each iteration takes, on one shard.
 
-    def __init__(self, inputs: FrameReader, targets: FrameReader, pairs: np.ndarray, dt: int):
-        self.inputs, self.targets, self.pairs, self.dt = inputs, targets, pairs, dt
+    With `shuffle`, for training, every epoch has a new order, and a tail shorter than a batch is dropped. Without, for
+    validation, every sample comes once, in order.
+    """
 
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitems__(self, samples: np.ndarray) -> Batch:
-        """Read the samples; -1 fills its place with the first sample, so that shapes and norms stay sound."""
-        frames = [np.empty((len(samples), *r.shape), r.files.dtype) for r in (self.inputs, self.targets)]
-        for i, sample in enumerate(samples):
-            file, t = self.pairs[max(sample, 0)]
-            self.inputs.read(file, t, frames[0][i])
-            self.targets.read(file, t + self.dt, frames[1][i])
-        return Batch(*map(torch.from_numpy, frames), torch.from_numpy((np.asarray(samples) >= 0).astype(np.float32)))
-
-
-def _as_read(batch: Batch) -> Batch:
-    return batch
-
-
-class _Order:
-    """The batches that a DataLoader asks for: set before each epoch."""
-
-    batches: np.ndarray = np.empty((0, 0), int)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return iter(self.batches)
+    num_samples: int
+    batch_size: int  # of all shards
+    shuffle: bool
+    seed: int = 0
+    num_shards: int = 1
+    shard_id: int = 0
 
     def __len__(self) -> int:
-        return len(self.batches)
+        """Iterations of an epoch."""
+        whole, rest = divmod(self.num_samples, self.batch_size)
+        return whole if self.shuffle else whole + (rest > 0)
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """Return the samples of each iteration of an epoch, [iterations, B]; -1 fills a batch up."""
+        n = self.num_samples
+        order = epoch_order(n, self.seed, epoch)[: len(self) * self.batch_size] if self.shuffle else np.arange(n)
+        return shard(order, self.batch_size, self.num_shards, self.shard_id)
+
+    def from_iteration(self, iteration: int) -> Iterator[np.ndarray]:
+        """Yield the samples of one iteration after another, from `iteration` of epoch 0 on, without end."""
+        while True:
+            epoch, first = divmod(iteration, len(self))
+            for samples in self.epoch(epoch)[first:]:
+                yield samples
+                iteration += 1
+
+
+class BatchReader:
+    """Reads the samples of a batch, pairs (state, state `dt` steps later), into a slot of a ring.
+
+    Args:
+        readers: what reads the inputs, and what reads the targets.
+        pairs: rows (file, t): the steps that the samples begin with.
+        B: samples of a batch.
+        slots: batches that there is room for.
+        pin: let a GPU copy from the buffers while the host goes on.
+
+    Raises OSError where the buffers do not fit into memory.
+    """
+
+    def __init__(
+        self, readers: tuple[FrameReader, FrameReader], pairs: np.ndarray, dt: int, B: int, slots: int, pin: bool
+    ):
+        self.readers, self.pairs, self.dt = readers, pairs, dt
+        self.ring = BatchRing(slots, B, readers)
+        self.batches = [
+            Batch(torch.from_numpy(inp), torch.from_numpy(target), torch.empty(B)) for inp, target in self.ring.frames
+        ]
+        self.processes: list[ReaderProcess] = []
+        if pin and self.ring.nbytes:
+            pin_memory(self.ring.memory)
+
+    def jobs(self, slot: int, samples: np.ndarray) -> list[Job]:
+        """Return the reads for a batch. -1 fills its place with the first sample: shapes and norms stay sound."""
+        self.batches[slot].counts[:] = torch.from_numpy(samples >= 0)
+        return [
+            Job(slot, part, place, int(file), int(t) + part * self.dt, request)
+            for place, (file, t) in enumerate(self.pairs[np.maximum(samples, 0)])
+            for part, reader in enumerate(self.readers)
+            for request in reader.requests
+        ]
+
+    def read(self, job: Job) -> None:
+        """Carry out a job in this process."""
+        self._wait(job)
+        frame = self.ring.frames[job.slot][job.part][job.place]
+        self.readers[job.part].read(job.file, job.t, frame, job.request)
+
+    def read_in(self, process: ReaderProcess) -> Callable[[Job], None]:
+        """Return a function that lets a process carry out a job."""
+
+        def read(job: Job) -> None:
+            self._wait(job)
+            process.read(*job[:-1])
+
+        return read
+
+    def _wait(self, job: Job) -> None:
+        """Wait until the last batch in this slot has been copied to the GPU."""
+        copied = self.batches[job.slot].copied
+        if copied is not None:
+            copied.synchronize()
+
+    def start_processes(self, count: int) -> None:
+        """Start `count` processes that read."""
+        ring, B = self.ring, len(self.batches[0].counts)
+        self.processes = [ReaderProcess(len(ring.frames), B, self.readers, ring.fd) for _ in range(count)]
 
 
 class Loader:
-    """Batches of one data set for one shard.
+    """The batches of one data set for one shard, epoch by epoch.
 
     Args:
-        batch_size: samples of one iteration over all shards.
-        shuffle: True for training: a new order every epoch, and a tail shorter than a batch is dropped. False for
-            validation: every sample once, in order.
-        num_workers: processes that read ahead; 0 reads when the loop asks.
+        readers, pairs, dt, pin: as in BatchReader.
+        num_workers: 0 reads when the loop asks. 1 and more read ahead: as threads from contiguous files, as processes
+            from those that HDF5 must read.
+        read_depth: reads under way at once from contiguous files; as many as workers by default.
+        more_slots: batches to hold beside those that reading ahead needs.
     """
 
     def __init__(
         self,
-        dataset: PairDataset,
-        batch_size: int,
-        shuffle: bool,
-        seed: int = 0,
-        num_shards: int = 1,
-        shard_id: int = 0,
+        readers: tuple[FrameReader, FrameReader],
+        pairs: np.ndarray,
+        dt: int,
+        order: SampleOrder,
         num_workers: int = 0,
-        device: torch.device = torch.device("cpu"),
+        read_depth: int | None = None,
+        pin: bool = False,
+        more_slots: int = 0,
     ):
-        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
-        self.num_shards, self.shard_id = num_shards, shard_id
-        self.order = _Order()
-        on_gpu = device.type == "cuda"
-        self.reader = DataLoader(
-            dataset,
-            batch_sampler=self.order,
-            num_workers=num_workers,
-            collate_fn=_as_read,
-            pin_memory=on_gpu,
-            persistent_workers=num_workers > 0,
-            prefetch_factor=(2 if num_workers == 1 else 1) if num_workers else None,  # batches ahead, a worker
-            generator=torch.Generator(),  # of its own: reading must not move the state that dropout draws from
-            # A process must not fork once CUDA runs; without CUDA forking is the quicker start.
-            multiprocessing_context=("spawn" if on_gpu else "fork") if num_workers else None,
-        )
+        self.order = order
+        self.is_direct = all(reader.is_direct for reader in readers)
+        self.depth = (self.is_direct and num_workers and read_depth) or num_workers  # reads under way at once
+        B = order.batch_size // order.num_shards
+        requests = B * sum(len(reader.requests) for reader in readers)
+        # The loop has one batch. Ahead of it lie one or more: as many as it takes to keep all readers busy.
+        slots = 2 + max(1, -(-self.depth // max(requests, 1))) if self.depth else 1
+        self.reader = BatchReader(readers, pairs, dt, B, slots + more_slots, pin)
+        self.ahead: ReadAhead | None = None
+        self.next = 0  # the iteration that reading ahead gives next, counted from the first epoch
 
     def __len__(self) -> int:
         """Iterations of an epoch."""
-        whole, rest = divmod(len(self.dataset), self.batch_size)
-        return whole if self.shuffle else whole + (rest > 0)
-
-    def samples(self, epoch: int = 0) -> np.ndarray:
-        """Return the samples of each iteration of an epoch for this shard, [iterations, B]; -1 fills a batch up."""
-        n = len(self.dataset)
-        order = epoch_order(n, self.seed, epoch)[: len(self) * self.batch_size] if self.shuffle else np.arange(n)
-        return shard(order, self.batch_size, self.num_shards, self.shard_id)
+        return len(self.order)
 
     def epoch(self, epoch: int = 0, first: int = 0) -> Iterator[Batch]:
-        """Read the batches of an epoch, from iteration `first` of it."""
-        self.order.batches = self.samples(epoch)[first:]
-        return iter(self.reader)
+        """Read the batches of an epoch, from iteration `first` of it; a batch is valid until the next is asked for.
+
+        Raises ReadError for a file that cannot be read, and for a reader process that ended.
+        """
+        begin, reader = epoch * len(self) + first, self.reader
+        if not self.depth:
+            for iteration, samples in zip(range(begin, (epoch + 1) * len(self)), self.order.from_iteration(begin)):
+                slot = iteration % len(reader.batches)
+                for job in reader.jobs(slot, samples):
+                    reader.read(job)
+                yield reader.batches[slot]
+            return
+        # Reading ahead goes on into the next epoch by itself: its first batches come while the model is validated.
+        away = begin - self.next
+        if self.ahead is None or (away if self.order.shuffle else away % len(self)):
+            self._start(begin)
+        for _ in range(len(self) - first):
+            slot = self.ahead.take()
+            self.next += 1
+            try:
+                yield reader.batches[slot]
+            finally:
+                self.ahead.release(slot)
+
+    def _start(self, iteration: int) -> None:
+        """Begin to read ahead, from an iteration on."""
+        if self.ahead is not None:
+            self.ahead.stop()
+            self.end.detach()
+        reader, order = self.reader, self.order.from_iteration(iteration)
+        if not self.is_direct and not reader.processes:
+            reader.start_processes(self.depth)
+        reads = [reader.read] * self.depth if self.is_direct else [reader.read_in(p) for p in reader.processes]
+        self.ahead = ReadAhead(len(reader.batches), reads, lambda slot: reader.jobs(slot, next(order)))
+        self.next = iteration
+        # The threads hold no reference to this loader: they end when it is dropped.
+        self.end = weakref.finalize(self, _end, self.ahead, reader.processes)
+        self.end.atexit = False
 
     def find_nonfinite(self, epoch: int, iteration: int) -> str | None:
         """Read a batch again and name the file, index and channel of its first value that is not finite."""
-        for sample in self.samples(epoch)[iteration]:
-            file, t = self.dataset.pairs[max(sample, 0)]
-            for reader, step in ((self.dataset.inputs, t), (self.dataset.targets, t + self.dataset.dt)):
-                frame = np.empty(reader.shape, reader.files.dtype)
-                reader.read(file, step, frame)
+        for sample in self.order.epoch(epoch)[iteration]:
+            file, t = self.reader.pairs[max(sample, 0)]
+            for reader, step in zip(self.reader.readers, (t, t + self.reader.dt)):
+                frame = reader.read_frame(file, step)
                 bad = np.argwhere(~np.isfinite(frame))
                 if len(bad):
                     c, y, x = bad[0]
@@ -144,3 +236,16 @@ class Loader:
                     where = f"fields[{step}, {channel}, {reader.rows[y]}, {x}]"
                     return f"{reader.files.paths[file]}, {where} is {frame[c, y, x]}"
         return None
+
+
+def _end(ahead: ReadAhead, processes: list[ReaderProcess]) -> None:
+    ahead.stop()
+    for process in processes:
+        process.close()
+
+
+def pin_memory(memory: np.ndarray) -> None:
+    """Register `memory` with CUDA: it stays where it is, and a GPU copies from it without the host's help."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)))
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False

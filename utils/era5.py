@@ -1,4 +1,4 @@
-"""The files of a data set: what they hold, which samples they give, how one sample is read.
+"""The files of a data set: what they hold, and which samples they give.
 
 A folder of `*.h5`, each with a dataset `fields` [time, channel, lat, lon]; see docs/data.md for the whole layout.
 """
@@ -32,6 +32,7 @@ class Files:
     steps: tuple[int, ...]  # stored time steps of each file
     times: tuple[np.ndarray | None, ...]  # seconds since 1970-01-01 of each step, where stored
     shape: tuple[int, int, int]  # C, H, W
+    offsets: tuple[int | None, ...]  # where the values begin in each file; None where only HDF5 can read them
     dtype: np.dtype
     channel_names: tuple[str, ...] | None
     units: tuple[str, ...]
@@ -46,7 +47,7 @@ class Files:
         if not paths:
             raise ValueError(f"no *.h5 file in the data folder {folder!r}: {remedy}")
         heads = [_read_head(path) for path in paths]
-        first = heads[0]
+        first, dtype = heads[0], np.result_type(*(head.dtype for head in heads))
         for head in heads:
             head.check_same(first, "all files of a folder must agree")
         return replace(
@@ -54,7 +55,8 @@ class Files:
             paths=tuple(str(path) for path in paths),
             steps=tuple(head.steps[0] for head in heads),
             times=tuple(head.times[0] for head in heads),
-            dtype=np.result_type(*(head.dtype for head in heads)),
+            offsets=tuple(head.offsets[0] if head.dtype == dtype else None for head in heads),
+            dtype=dtype,
         )
 
     def check_same(self, other: "Files", rule: str) -> None:
@@ -107,44 +109,6 @@ class Files:
         if self.times[file] is None:
             return f"{Path(self.paths[file]).name}, step {t}"
         return datetime.fromtimestamp(int(self.times[file][t]), tz=timezone.utc).strftime("%Y-%m-%d %H:%M")
-
-
-class FrameReader:
-    """Reads chosen channels and rows of single frames; opens each file once, in the process that reads.
-
-    Args:
-        files: the files.
-        channels: channel indices, in the order wanted.
-        rows: the rows to read.
-        columns: the number of columns, from the first.
-    """
-
-    def __init__(self, files: Files, channels: list[int], rows: range, columns: int):
-        self.files, self.rows, self.shape = files, rows, (len(channels), len(rows), columns)
-        self.runs = _consecutive(channels)
-        self._open: dict[int, h5py.Dataset] = {}
-
-    def __getstate__(self):
-        return {**self.__dict__, "_open": {}}  # an open file does not travel to another process
-
-    def read(self, file: int, t: int, out: np.ndarray) -> None:
-        """Fill `out` [C, rows, columns] with frame `t` of a file."""
-        if file not in self._open:
-            access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-            access.set_sieve_buf_size(0)  # by default HDF5 reads 64 KB at least: three times a row of patches
-            name = os.fsencode(self.files.paths[file])
-            self._open[file] = h5py.File(h5py.h5f.open(name, h5py.h5f.ACC_RDONLY, access))["fields"]
-        if not self.rows:  # this rank's shard of the tokens is all padding
-            return
-        rows, W = slice(self.rows.start, self.rows.stop), self.shape[-1]
-        for start, source, length in self.runs:
-            # Straight into the batch: no copy, and nothing read that is not needed.
-            try:
-                self._open[file].read_direct(
-                    out, np.s_[t, source : source + length, rows, :W], np.s_[start : start + length, :, :]
-                )
-            except OSError as error:
-                raise OSError(f"{self.files.paths[file]}: frame {t} cannot be read: {error}") from None
 
 
 def channel_indices(names: tuple[str, ...], wanted: tuple[str, ...] | None, count: int, key: str) -> list[int]:
@@ -211,7 +175,7 @@ def _year_then_name(path: Path) -> tuple:
 
 def _read_head(path: Path) -> Files:
     try:
-        with h5py.File(path, "r") as file:
+        with h5py.File(path, "r", locking=False) as file:
             if "fields" not in file:
                 raise ValueError(f"{path} has no dataset 'fields': it must be [time, channel, lat, lon]")
             fields = file["fields"]
@@ -246,6 +210,7 @@ def _read_head(path: Path) -> Files:
                 paths=(str(path),),
                 steps=(length,),
                 times=(axis("time", length),),
+                offsets=(_offset(fields),),
                 shape=tuple(shape),
                 dtype=fields.dtype.newbyteorder("="),
                 channel_names=labels("channel_names"),
@@ -262,13 +227,7 @@ def _default_latitude(rows: int) -> np.ndarray:
     return 90 - 180 * np.arange(rows) / (rows - rows % 2)
 
 
-def _consecutive(channels: list[int]) -> list[tuple[int, int, int]]:
-    """Group channels into runs (position in the output, first channel, length) that one read serves."""
-    runs: list[tuple[int, int, int]] = []
-    for position, channel in enumerate(channels):
-        if runs and channel == runs[-1][1] + runs[-1][2]:
-            start, first, length = runs[-1]
-            runs[-1] = (start, first, length + 1)
-        else:
-            runs.append((position, channel, 1))
-    return runs
+def _offset(fields: h5py.Dataset) -> int | None:
+    """Return where a plain stretch of numbers begins: contiguous, written whole, in this machine's byte order."""
+    is_plain = fields.dtype.isnative and fields.chunks is None and fields.id.get_storage_size() == fields.nbytes
+    return fields.id.get_offset() if is_plain else None

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from utils.frame_reader import ReadError
+
 
 class Refused(ValueError):
     """What a user can mend, known to every rank: the run ends with this one line."""
@@ -124,7 +126,8 @@ def all_ranks_agree() -> Iterator[None]:
 def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
     """Join the other ranks, run `main(world, argv)`, and leave together.
 
-    What a user can mend ends every rank with exit code 2 and one line, printed once.
+    What a user can mend ends every rank with exit code 2 and one line, printed once. A file that one rank cannot read
+    any more ends that rank so.
     """
     world = World()
     try:
@@ -140,6 +143,9 @@ def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
             dist.barrier()
             dist.destroy_process_group()
         sys.exit(2)
+    except ReadError as error:
+        print(f"{os.path.basename(sys.argv[0])}: error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # at once: the other ranks wait for this one in a collective, and the launcher ends them
     dist.destroy_process_group()
 
 

@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.config import Config
-from utils.data_loader import Batch, Loader, PairDataset
-from utils.era5 import STORED_STEP_HOURS, Files, FrameReader, channel_indices, check_crop, load_stats
+from utils.data_loader import Batch, Loader, SampleOrder
+from utils.era5 import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
+from utils.frame_reader import FrameReader
 from utils.metrics import Scores, latitude_weights
 from utils.token_shard import TokenShard
 
@@ -90,6 +91,7 @@ class WeatherData:
             raise ValueError(f"{config.valid_data_path} gives no sample at dt {config.dt}: add files or lower --dt")
         self.inp_stats = self._column(means[inputs]), self._column(stds[inputs])
         self.target_stats = self._column(means[outputs]), self._column(stds[outputs])
+        self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.train_loader = self._loader(self.train_files, self.train_pairs, shuffle=True)
         self.valid_loader = self._loader(self.valid_files, self.valid_pairs, shuffle=False)
 
@@ -103,16 +105,16 @@ class WeatherData:
     def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
         config = self.config
         rows, columns = self.tokens.rows, self.img_size[1]
-        readers = (FrameReader(files, channels, rows, columns) for channels in (self.inputs, self.outputs))
+        readers = tuple(FrameReader(files, channels, rows, columns) for channels in (self.inputs, self.outputs))
+        batch_size = config.global_batch_size if shuffle else config.local_batch_size * self.num_shards
         return Loader(
-            PairDataset(*readers, pairs, config.dt),
-            config.global_batch_size if shuffle else config.local_batch_size * self.num_shards,
-            shuffle,
-            config.seed,
-            self.num_shards,
-            self.shard_id,
+            readers,
+            pairs,
+            config.dt,
+            SampleOrder(len(pairs), batch_size, shuffle, config.seed, self.num_shards, self.shard_id),
             config.num_data_workers,
-            self.device,
+            config.read_depth,
+            pin=self.device.type == "cuda",
         )
 
     def _column(self, values: np.ndarray) -> Tensor:
@@ -124,11 +126,24 @@ class WeatherData:
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], or their shards, normalised on the device.
 
-        They travel as they are stored (float16 as float16) and arrive in the default dtype.
+        They travel as they are stored (float16 as float16) and arrive in the default dtype. On a GPU the copy goes
+        along while the step before computes. On a CPU the batch's own memory is used: a batch passes here once.
         """
-        pairs = ((batch.inp, *self.inp_stats), (batch.target, *self.target_stats))
-        shards = ((self.tokens.cut(raw.to(self.device, non_blocking=True)), mean, std) for raw, mean, std in pairs)
-        return tuple((x - mean).div_(std) for x, mean, std in shards)
+        raw = self._copy(batch) if self.device.type == "cuda" else (batch.inp, batch.target)
+        return tuple(
+            normalise(self.tokens.cut(x), *stats) for x, stats in zip(raw, (self.inp_stats, self.target_stats))
+        )
+
+    def _copy(self, batch: Batch) -> list[Tensor]:
+        """Start the copy on a stream of its own; the computation that follows waits for it on the device."""
+        with torch.cuda.stream(self.copy_stream):
+            raw = [x.to(self.device, non_blocking=True) for x in (batch.inp, batch.target)]
+            batch.copied = self.copy_stream.record_event()
+        current = torch.cuda.current_stream()
+        current.wait_event(batch.copied)
+        for x in raw:
+            x.record_stream(current)  # its memory belongs to the other stream: it must not be reused too early
+        return raw
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
@@ -142,3 +157,9 @@ class WeatherData:
         rows = slice(self.tokens.rows.start, self.tokens.rows.stop)
         weights, climatology = (self.tokens.cut(x[..., rows, :]) for x in (weights, self._tensor(self.climatology)))
         return Scores(weights, climatology, self.origins, self.tokens.sum, self.group)
+
+
+def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return (x - mean) / std in the dtype of `mean`; in place where `x` has it."""
+    shifted = x.sub_(mean) if x.dtype == mean.dtype else x - mean
+    return shifted.div_(std)

@@ -1,0 +1,150 @@
+"""Reading frames: the right numbers, nothing else, in as few requests as can be."""
+
+import os
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.helpers import fields, write_file
+from utils.era5 import Files
+from utils.frame_reader import FrameReader, ReadError, consecutive
+from utils.token_shard import TokenShard
+
+
+def reader(folder, channels, rows, columns):
+    return FrameReader(Files.open(str(folder)), channels, rows, columns)
+
+
+@pytest.mark.parametrize("layout", [{}, {"chunks": (1, 1, 17, 32)}, {"compression": "gzip"}])
+@pytest.mark.parametrize("dtype", ["float32", "float16", ">f4"])
+@pytest.mark.parametrize("rows", [range(17), range(16), range(4, 12)])
+@pytest.mark.parametrize("columns", [32, 30])
+def test_layouts_dtypes_and_crops(tmp_path, layout, dtype, rows, columns):
+    data = fields(4, 5, 17, 32).astype(dtype)
+    write_file(tmp_path / "2000.h5", data, **layout)
+    frames = reader(tmp_path, [3, 0, 1], rows, columns)
+    assert frames.is_direct == (not layout and dtype != ">f4" and columns == 32)
+    frame = frames.read_frame(0, 2)
+    assert frame.dtype == (np.float16 if dtype == "float16" else np.float32)
+    np.testing.assert_array_equal(frame, data[2, [3, 0, 1], rows.start : rows.stop, :columns])
+
+
+def test_files_that_only_hdf5_can_read(tmp_path):
+    """A header in front is no hindrance. Data in another file, nothing stored yet, or mixed types are."""
+    data = fields(4, 2, 8, 16)
+    for name, more in (("head", {"userblock_size": 512}), ("elsewhere", {}), ("unwritten", {"userblock_size": 512})):
+        (tmp_path / name).mkdir()
+        with h5py.File(tmp_path / name / "2000.h5", "w", **more) as file:
+            external = [(str(tmp_path / "raw"), 0, data.nbytes)] if name == "elsewhere" else None
+            stored = file.create_dataset("fields", data.shape, "f4", external=external, fillvalue=7)
+            if name != "unwritten":
+                stored[:] = data
+    write_file(tmp_path / "mixed/2000.h5", data)
+    write_file(tmp_path / "mixed/2001.h5", data.astype(np.float16))
+    for name, is_direct in (("head", True), ("elsewhere", False), ("unwritten", False), ("mixed", False)):
+        frames = reader(tmp_path / name, [0, 1], range(8), 16)
+        assert frames.is_direct == is_direct, name
+        np.testing.assert_array_equal(
+            frames.read_frame(0, 3), np.full_like(data[3], 7) if name == "unwritten" else data[3]
+        )
+
+
+def count_reads(monkeypatch):
+    """Return a list that gets the bytes of each read by `preadv`."""
+    seen, original = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: seen.append(original(*args)) or seen[-1])
+    return seen
+
+
+def test_one_request_a_frame_also_where_a_row_is_cropped(tmp_path, monkeypatch):
+    assert consecutive([2, 3, 4, 0, 7, 8]) == [(0, 2, 3), (3, 0, 1), (4, 7, 2)]
+    row = 32 * 4
+    write_file(tmp_path / "2000.h5", fields(3, 600, 17, 32))
+    seen = count_reads(monkeypatch)
+    for channels, rows, expected in (
+        (range(5), range(17), [5 * 17 * row]),
+        ([1, 2, 4], range(17), [2 * 17 * row, 17 * row]),
+        (range(5), range(16), [(5 * 17 - 1) * row]),  # reads the 17th rows as well, but the last
+        (range(5), range(8), [8 * row] * 5),  # half of the rows are unwanted: a request a channel
+        (range(600), range(16), [(500 * 17 - 1) * row, (100 * 17 - 1) * row]),  # more pieces than the system takes
+    ):
+        seen.clear()
+        frames = reader(tmp_path, list(channels), rows, 32)
+        frames.read_frame(0, 1)
+        assert seen == expected and len(frames.requests) == len(expected)
+
+
+def test_what_comes_in_parts_is_put_together(tmp_path, monkeypatch):
+    """A system may return less than was asked for, as Linux does above 2 GB."""
+    data = fields(3, 5, 17, 32)
+    write_file(tmp_path / "2000.h5", data)
+    original = os.preadv
+
+    def a_little(fd, buffers, offset):
+        got, few = 0, []
+        for buffer in buffers:
+            few.append(buffer[: 1000 - got])
+            got += len(few[-1])
+            if got == 1000:
+                break
+        return original(fd, few, offset)
+
+    monkeypatch.setattr(os, "preadv", a_little)
+    for rows in (17, 16):
+        np.testing.assert_array_equal(
+            reader(tmp_path, list(range(5)), range(rows), 32).read_frame(0, 1), data[1, :, :rows]
+        )
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    write_file(tmp_path / "2000.h5", fields(4, 2, 16, 32), chunks=(1, 2, 16, 32), fletcher32=True)
+    with h5py.File(tmp_path / "2000.h5") as file:
+        damaged = file["fields"].id.get_chunk_info(2).byte_offset
+    with (tmp_path / "2000.h5").open("r+b") as file:
+        file.seek(damaged)
+        file.write(b"wrong")
+    frames = reader(tmp_path, [0, 1], range(16), 32)
+    frames.read_frame(0, 1)
+    with pytest.raises(ReadError, match="2000.h5: frame 2 cannot be read"):
+        frames.read_frame(0, 2)
+
+
+@pytest.mark.parametrize("layout", [{}, {"compression": "gzip"}])
+def test_a_file_that_vanishes_or_shrinks_is_named(tmp_path, layout):
+    path = tmp_path / "2000.h5"
+    write_file(path, fields(4, 2, 16, 32), **layout)
+    frames = reader(tmp_path, [0, 1], range(16), 32)
+    path.rename(tmp_path / "away")
+    with pytest.raises(ReadError, match="2000.h5: frame 0 cannot be read"):
+        frames.read_frame(0, 0)
+    (tmp_path / "away").rename(path)
+    frames.read_frame(0, 0)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(ReadError, match="2000.h5: frame 3 cannot be read.*Mend it or copy it again"):
+        frames.read_frame(0, 3)
+
+
+def bytes_read_by_this_process():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count the bytes that are read")
+@pytest.mark.parametrize("layout", [{}, {"chunks": (1, 1, 8, 128)}])
+@pytest.mark.parametrize(
+    "shards, patch_rows", [(1, [8]), (4, [2, 2, 2, 2]), (7, [2, 2, 2, 2, 2, 3, 1]), (72, [1] * 64 + [0] * 8)]
+)
+def test_a_rank_reads_the_patch_rows_of_its_tokens_and_no_more(tmp_path, layout, shards, patch_rows):
+    """Counted by the operating system: 8 x 16 patches of 8 points, 4 KB a row of patches and channel."""
+    write_file(tmp_path / "2000.h5", fields(2, 3, 64, 128), **layout)
+    files = Files.open(str(tmp_path))
+    for i, count in enumerate(patch_rows):
+        shard = TokenShard((64, 128), 8, shards, i)
+        frames = FrameReader(files, [0, 2], shard.rows, 128)
+        frames.read_frame(0, 1)  # opens the file, and its table of chunks
+        before = bytes_read_by_this_process()
+        nothing = bytes_read_by_this_process() - before
+        before = bytes_read_by_this_process()
+        frame = frames.read_frame(0, 1)
+        assert bytes_read_by_this_process() - before - nothing == frame.nbytes == count * 2 * 8 * 128 * 4

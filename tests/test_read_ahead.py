@@ -1,0 +1,206 @@
+"""Reading ahead: the same batches in the same order, whatever reads them; and what happens when reading fails."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import ROOT, clean_environment, records, run_here, tiny_flags, write_data
+from tests.test_data_loader import read, weather
+from utils.frame_reader import ReadError
+from utils.read_ahead import Job, ReadAhead
+
+LAYOUTS = {"threads": {}, "processes": {"compression": "gzip"}}
+
+
+@pytest.fixture(params=LAYOUTS)
+def folder(request, tmp_path):
+    """A data set whose files threads can read, and one that needs processes."""
+    return write_data(tmp_path, **LAYOUTS[request.param])
+
+
+@pytest.mark.parametrize("flags", [["1"], ["3"], ["2", "--read_depth", "7"], ["1", "--global_batch_size", "1"]])
+def test_the_same_batches_in_the_same_order(folder, flags):
+    more = flags[1:]
+    plain, ahead = weather(folder, *more), weather(folder, "--num_data_workers", *flags)
+    for loader, other in ((plain.train_loader, ahead.train_loader), (plain.valid_loader, ahead.valid_loader)):
+        for epoch in (0, 1, 3):  # it goes on by itself from 0 to 1, and not from 1 to 3
+            for a, b in zip(loader.epoch(epoch), other.epoch(epoch), strict=True):
+                assert torch.equal(a.inp, b.inp) and torch.equal(a.target, b.target)
+                assert torch.equal(a.counts, b.counts)
+    (rest,) = read(ahead.train_loader, 1, len(ahead.train_loader) - 1)
+    assert torch.equal(rest.inp, read(plain.train_loader, 1)[-1].inp)
+
+
+def test_an_epoch_that_is_left_early_does_no_harm(folder):
+    data, plain = weather(folder, "--num_data_workers", "2"), weather(folder)
+    for _ in range(3):
+        first = next(data.train_loader.epoch(0)).inp.clone()
+        assert torch.equal(first, next(plain.train_loader.epoch(0)).inp)
+
+
+def test_the_next_epoch_is_read_while_the_loop_does_something_else(tiny):
+    data = weather(tiny, "--num_data_workers", "1")
+    loader = data.train_loader
+    assert len(read(loader, 0)) == 2
+    ahead = loader.ahead
+    deadline = time.perf_counter() + 10
+    while len(ahead.begun) < 3 or any(ahead.left):  # all three slots are full
+        assert time.perf_counter() < deadline
+        time.sleep(0.001)
+    assert len(read(loader, 1)) == 2 and loader.ahead is ahead
+
+
+def test_no_batch_is_overwritten_while_it_is_in_use(tiny):
+    data = weather(tiny, "--num_data_workers", "4", "--global_batch_size", "2")
+    pairs = read(weather(tiny, "--global_batch_size", "2").train_loader)
+    for batch, expected in zip(data.train_loader.epoch(), pairs, strict=True):
+        time.sleep(0.01)
+        assert torch.equal(batch.inp, expected.inp)
+
+
+def test_as_many_reads_as_asked_are_under_way():
+    """Eight readers, and batches of two frames: each read waits until eight are under way."""
+    together = threading.Barrier(8, timeout=10)
+    plan = lambda slot: [Job(slot, part, 0, 0, 0, None) for part in (0, 1)]  # noqa: E731
+    ahead = ReadAhead(6, [lambda job: together.wait()] * 8, plan)
+    for _ in range(12):
+        ahead.release(ahead.take())
+    together.abort()
+    ahead.stop()
+
+
+def test_enough_slots_for_the_depth(tiny):
+    for batch, depth, slots in (("8", "4", 3), ("1", "2", 3), ("1", "7", 6)):
+        flags = ["--num_data_workers", "1", "--global_batch_size", batch, "--read_depth", depth]
+        loader = weather(tiny, *flags).train_loader
+        assert len(loader.reader.batches) == slots
+        assert loader.depth == int(depth)
+
+
+def test_a_loader_that_is_dropped_leaves_nothing_running(folder):
+    threads = threading.active_count()
+    data = weather(folder, "--num_data_workers", "2")
+    next(data.train_loader.epoch())
+    processes = data.train_loader.reader.processes
+    assert threading.active_count() == threads + 2 and all(p.process.poll() is None for p in processes)
+    del data
+    gc.collect()
+    assert threading.active_count() == threads and all(p.process.poll() is not None for p in processes)
+
+
+def test_a_file_that_vanishes_in_mid_epoch(folder):
+    data = weather(folder, "--num_data_workers", "2", "--global_batch_size", "2")
+    batches = data.train_loader.epoch()
+    next(batches)
+    for path in (folder / "train").glob("*.h5"):
+        os.truncate(path, 2500)
+    with pytest.raises(ReadError, match="200[12].h5: frame .* cannot be read"):
+        list(batches)
+
+
+@pytest.mark.parametrize("which", ["SIGKILL", "SIGSEGV"])
+def test_a_reader_process_that_dies(tmp_path, which):
+    data = weather(write_data(tmp_path, compression="gzip"), "--num_data_workers", "2", "--global_batch_size", "2")
+    batches = data.train_loader.epoch()
+    next(batches)
+    victim = data.train_loader.reader.processes[1].process
+    os.kill(victim.pid, getattr(signal, which))
+    start = time.perf_counter()
+    with pytest.raises(ReadError, match=rf"a reader process \({victim.pid}\) was killed by {which}: if memory ran out"):
+        for _ in range(100):
+            list(data.train_loader.epoch(3))
+    assert time.perf_counter() - start < 10
+
+
+def test_reader_processes_end_with_their_parent_and_not_by_a_signal(tmp_path):
+    """The signals of Ctrl-C and schedulers reach all processes of a job; SIGKILL reaches the parent alone."""
+    write_data(tmp_path, compression="gzip")
+    code = (
+        "from tests.test_data_loader import weather; import pathlib, sys, time\n"
+        "data = weather(pathlib.Path(sys.argv[1]), '--num_data_workers', '2'); next(data.train_loader.epoch())\n"
+        "print(*(p.process.pid for p in data.train_loader.reader.processes), flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        for pid in pids:
+            os.kill(pid, getattr(signal, name))
+    time.sleep(0.3)
+    assert len(pids) == 2 and all(is_running(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    deadline = time.perf_counter() + 10
+    while any(is_running(pid) for pid in pids):
+        assert time.perf_counter() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Is there such a process, other than a dead one that nobody has asked for yet?"""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_full_dev_shm_is_no_hindrance(tmp_path):
+    """Containers often have 64 MB there. Nothing is kept in it."""
+    write_data(tmp_path, compression="gzip")
+    command = f"mount -t tmpfs -o size=4k none /dev/shm && exec {sys.executable} train.py " + " ".join(
+        tiny_flags(tmp_path, "--num_data_workers", "2", "--num_iters", "2")
+    )
+    alone = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if subprocess.run([*alone, "mount -t tmpfs none /dev/shm"], capture_output=True).returncode:
+        pytest.skip("this system lets nobody mount a small /dev/shm")
+    done = subprocess.run(
+        [*alone, command], cwd=ROOT, capture_output=True, text=True, env=clean_environment(), timeout=60
+    )
+    assert done.returncode == 0 and "DONE ---- rank 0" in done.stderr + done.stdout, done.stderr
+
+
+def test_buffers_that_do_not_fit_are_refused(tiny, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory")))
+    with pytest.raises(OSError, match="1 batches of .* GB do not fit into memory.*lower --local_batch_size"):
+        weather(tiny)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_run_whose_file_breaks_ends_with_one_line(folder, workers):
+    """The second epoch finds a file that is shorter than at the start."""
+    code = (
+        "import sys, os, glob, train; from utils.launch import start; from utils.run import Run\n"
+        "after = Run.after_epoch\n"
+        "def cut(*args):\n    after(*args)\n"
+        f"    [os.truncate(path, 2500) for path in glob.glob({str(folder)!r} + '/train/*')]\n"
+        "Run.after_epoch = cut\n"
+        "start(train.main, sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *tiny_flags(folder, "--num_data_workers", workers, "--num_iters", "40")],
+        cwd=ROOT, capture_output=True, text=True, env=clean_environment(), timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"-c: error: rank 0: {folder}/train/200")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_wait_for_data_is_recorded(tiny):
+    argv = tiny_flags(tiny, "--num_data_workers", "1", "--num_iters", "4")
+    waits = [line["data_wait_frac"] for line in records(run_here(argv), "epoch")]
+    assert len(waits) == 2 and all(0 <= wait < 1 for wait in waits)
+    assert np.isfinite(waits).all()

@@ -1,0 +1,50 @@
+"""Batches in memory: a ring of buffers, allocated once, that readers fill in turn.
+
+The memory is shared with the processes that read (utils/read_worker.py), and a GPU can copy from it directly once it is
+pinned. It is no file in /dev/shm, whose size containers limit. This file imports no torch: such a process imports it.
+
+Shapes:  B samples of one batch on one rank   C channels   H W rows, columns, as read
+"""
+
+import mmap
+import os
+
+import numpy as np
+
+from utils.frame_reader import FrameReader
+
+
+class BatchRing:
+    """`slots` buffers of B samples each.
+
+    Args:
+        readers: who reads the inputs, and who the targets.
+        fd: the memory of a ring that another process made; None makes a new one.
+
+    Raises OSError where the machine has not enough memory.
+    """
+
+    def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int | None = None):
+        sizes = [batch * int(np.prod(reader.shape)) * reader.files.dtype.itemsize for reader in readers]
+        self.nbytes = slots * sum(sizes)
+        self.fd = os.memfd_create("batches") if fd is None else fd
+        if fd is None and self.nbytes:
+            try:
+                os.posix_fallocate(self.fd, 0, self.nbytes)
+            except OSError as error:
+                os.close(self.fd)
+                raise OSError(
+                    f"{slots} batches of {sum(sizes) / 1e9:.2f} GB do not fit into memory ({error.strerror}): "
+                    f"lower --local_batch_size or --num_data_workers"
+                ) from None
+        # All pages are put in place now: the first batches would otherwise take several times as long.
+        memory = mmap.mmap(self.fd, max(self.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory = np.frombuffer(memory, np.uint8)
+        self.frames: list[list[np.ndarray]] = []  # of each slot: inputs [B, C_in, H, W] and targets [B, C_out, H, W]
+        at = 0
+        for _ in range(slots):
+            self.frames.append([])
+            for reader, size in zip(readers, sizes):
+                flat = self.memory[at : at + size].view(reader.files.dtype)
+                self.frames[-1].append(flat.reshape(batch, *reader.shape))
+                at += size

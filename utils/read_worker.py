@@ -1,0 +1,96 @@
+"""A process that reads frames for another one, into memory that both share.
+
+HDF5 serves one thread of a process at a time, decompression included: compressed files need processes. One of them
+imports no torch, starts in a fraction of a second and takes some 50 MB.
+
+    python -m utils.read_worker SOCKET MEMORY      started by ReaderProcess: two file descriptors
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from utils.batch_ring import BatchRing
+from utils.frame_reader import FrameReader, ReadError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ReaderProcess:
+    """The process, as its parent sees it. It ends with its parent, whatever ends that."""
+
+    def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int):
+        self.connection, child = Pipe()
+        with child:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "utils.read_worker", str(child.fileno()), str(fd)],
+                pass_fds=(child.fileno(), fd),
+                stdin=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+            )
+        self._ask(slots, batch, readers)
+
+    def read(self, slot: int, part: int, place: int, file: int, t: int) -> None:
+        """Fill frame `place` of the inputs (part 0) or targets (part 1) of a slot. Raises ReadError."""
+        self._ask(slot, part, place, file, t)
+        try:
+            error = self.connection.recv()
+        except (EOFError, OSError):
+            self._say_end()
+        if error is not None:
+            raise ReadError(error)
+
+    def close(self) -> None:
+        """End the process."""
+        self.connection.close()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:  # it hangs in a read
+            self.process.kill()
+            self.process.wait()
+
+    def _ask(self, *message: object) -> None:
+        try:
+            self.connection.send(message)
+        except OSError:
+            self._say_end()
+
+    def _say_end(self) -> None:
+        code = self.process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise ReadError(
+            f"a reader process ({self.process.pid}) {how}: if memory ran out, lower --num_data_workers or the batch"
+        ) from None
+
+
+def main(socket: int, memory: int) -> None:
+    # Ctrl-C and a scheduler's signals go to every process of a job; what to do is the parent's decision.
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    connection = Connection(socket)
+    slots, batch, readers = connection.recv()
+    ring = BatchRing(slots, batch, readers, fd=memory)
+    while True:
+        try:
+            slot, part, place, file, t = connection.recv()
+        except (EOFError, ConnectionResetError):  # the parent closed the connection, or is gone
+            return
+        error = None
+        try:
+            reader = readers[part]
+            reader.read(file, t, ring.frames[slot][part][place], None)
+        except ReadError as found:
+            error = str(found)
+        connection.send(error)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -306,11 +306,6 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
 
     if config.model_backend == "transformer-engine":
         raise ValueError("model_backend transformer-engine is not supported: use pytorch, with --amp_mode bf16")
-    if config.data_loader_config == "dali":
-        if "data_loader_config" in flags:
-            raise ValueError("data_loader_config dali is not available yet: use --data_loader_config pytorch")
-        config = replace(config, data_loader_config="pytorch")
-        remarks.append("data_loader_config dali is not available yet: the pytorch loader reads instead")
     if len(config.img_size) != 2:
         raise ValueError(f"img_size is {list(config.img_size)}: it takes two numbers, rows and columns")
     for name in ("dropout", "drop_path"):

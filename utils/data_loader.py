@@ -9,7 +9,10 @@ loop or ahead of it (utils/read_ahead.py).
 Shapes:  B samples of one iteration on one rank   C channels   H W rows, columns
 """
 
+import contextlib
+import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -31,6 +34,7 @@ class Batch:
     target: Tensor  # [B, C_out, H, W], as stored
     counts: Tensor  # [B]: 1 for a sample, 0 for one that only fills the batch
     copied: torch.cuda.Event | None = None  # a copy to a GPU is done: until then nobody may write here
+    is_normalised: bool = False  # on the device, by DALI
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -105,7 +109,6 @@ class BatchReader:
         self.batches = [
             Batch(torch.from_numpy(inp), torch.from_numpy(target), torch.empty(B)) for inp, target in self.ring.frames
         ]
-        self.processes: list[ReaderProcess] = []
         if pin and self.ring.nbytes:
             pin_memory(self.ring.memory)
 
@@ -140,10 +143,9 @@ class BatchReader:
         if copied is not None:
             copied.synchronize()
 
-    def start_processes(self, count: int) -> None:
-        """Start `count` processes that read."""
-        ring, B = self.ring, len(self.batches[0].counts)
-        self.processes = [ReaderProcess(len(ring.frames), B, self.readers, ring.fd) for _ in range(count)]
+    def start_process(self) -> ReaderProcess:
+        """Start a process that can carry out jobs."""
+        return ReaderProcess(len(self.batches), len(self.batches[0].counts), self.readers, self.ring.fd)
 
 
 class Loader:
@@ -154,7 +156,7 @@ class Loader:
         num_workers: 0 reads when the loop asks. 1 and more read ahead: as threads from contiguous files, as processes
             from those that HDF5 must read.
         read_depth: reads under way at once from contiguous files; as many as workers by default.
-        more_slots: batches to hold beside those that reading ahead needs.
+        in_use: batches that stay as they are, the one given out last among them.
     """
 
     def __init__(
@@ -166,18 +168,18 @@ class Loader:
         num_workers: int = 0,
         read_depth: int | None = None,
         pin: bool = False,
-        more_slots: int = 0,
+        in_use: int = 1,
     ):
-        self.order = order
-        self.is_direct = all(reader.is_direct for reader in readers)
-        self.depth = (self.is_direct and num_workers and read_depth) or num_workers  # reads under way at once
+        self.order, self.in_use = order, in_use
+        is_direct = all(reader.is_direct for reader in readers)
+        self.depth = (is_direct and num_workers and read_depth) or num_workers  # reads under way at once
         B = order.batch_size // order.num_shards
         requests = B * sum(len(reader.requests) for reader in readers)
-        # The loop has one batch. Ahead of it lie one or more: as many as it takes to keep all readers busy.
-        slots = 2 + max(1, -(-self.depth // max(requests, 1))) if self.depth else 1
-        self.reader = BatchReader(readers, pairs, dt, B, slots + more_slots, pin)
-        self.ahead: ReadAhead | None = None
-        self.next = 0  # the iteration that reading ahead gives next, counted from the first epoch
+        # Read ahead: one batch that is ready, and as many as it takes to keep all readers busy.
+        ahead = 1 + max(1, -(-self.depth // max(requests, 1))) if self.depth else 0
+        self.reader = BatchReader(readers, pairs, dt, B, in_use + ahead, pin)
+        self.stream: Iterator[Batch] | None = None
+        self.next = 0  # the iteration that `stream` gives next, counted from the first epoch
 
     def __len__(self) -> int:
         """Iterations of an epoch."""
@@ -188,40 +190,23 @@ class Loader:
 
         Raises ReadError for a file that cannot be read, and for a reader process that ended.
         """
-        begin, reader = epoch * len(self) + first, self.reader
-        if not self.depth:
-            for iteration, samples in zip(range(begin, (epoch + 1) * len(self)), self.order.from_iteration(begin)):
-                slot = iteration % len(reader.batches)
-                for job in reader.jobs(slot, samples):
-                    reader.read(job)
-                yield reader.batches[slot]
-            return
-        # Reading ahead goes on into the next epoch by itself: its first batches come while the model is validated.
+        begin = epoch * len(self) + first
+        # The stream goes on into the next epoch by itself. In validation every epoch is the same.
         away = begin - self.next
-        if self.ahead is None or (away if self.order.shuffle else away % len(self)):
-            self._start(begin)
+        if self.stream is None or (away if self.order.shuffle else away % len(self)):
+            if self.stream is not None:
+                self.stream.close()
+            self.stream, self.next = self.stream_from(begin), begin
         for _ in range(len(self) - first):
-            slot = self.ahead.take()
             self.next += 1
-            try:
-                yield reader.batches[slot]
-            finally:
-                self.ahead.release(slot)
+            yield next(self.stream)
 
-    def _start(self, iteration: int) -> None:
-        """Begin to read ahead, from an iteration on."""
-        if self.ahead is not None:
-            self.ahead.stop()
-            self.end.detach()
-        reader, order = self.reader, self.order.from_iteration(iteration)
-        if not self.is_direct and not reader.processes:
-            reader.start_processes(self.depth)
-        reads = [reader.read] * self.depth if self.is_direct else [reader.read_in(p) for p in reader.processes]
-        self.ahead = ReadAhead(len(reader.batches), reads, lambda slot: reader.jobs(slot, next(order)))
-        self.next = iteration
-        # The threads hold no reference to this loader: they end when it is dropped.
-        self.end = weakref.finalize(self, _end, self.ahead, reader.processes)
-        self.end.atexit = False
+    def stream_from(self, iteration: int) -> Iterator[Batch]:
+        """Return batches without end, from an iteration on."""
+        order = self.order.from_iteration(iteration)
+        if not self.depth:
+            return read_in_turn(self.reader, order)
+        return read_ahead(self.reader, order, self.depth, self.in_use)
 
     def find_nonfinite(self, epoch: int, iteration: int) -> str | None:
         """Read a batch again and name the file, index and channel of its first value that is not finite."""
@@ -238,10 +223,28 @@ class Loader:
         return None
 
 
-def _end(ahead: ReadAhead, processes: list[ReaderProcess]) -> None:
-    ahead.stop()
-    for process in processes:
-        process.close()
+def read_in_turn(reader: BatchReader, order: Iterator[np.ndarray]) -> Iterator[Batch]:
+    """Read each batch when it is asked for."""
+    for slot, samples in zip(itertools.cycle(range(len(reader.batches))), order):
+        for job in reader.jobs(slot, samples):
+            reader.read(job)
+        yield reader.batches[slot]
+
+
+def read_ahead(reader: BatchReader, order: Iterator[np.ndarray], depth: int, in_use: int) -> Iterator[Batch]:
+    """Read batches before they are asked for, `depth` reads at once."""
+    with contextlib.ExitStack() as stack:  # left when the iterator is closed or dropped
+        if all(frames.is_direct for frames in reader.readers):
+            reads = [reader.read] * depth
+        else:
+            reads = [reader.read_in(stack.enter_context(reader.start_process())) for _ in range(depth)]
+        ahead = stack.enter_context(ReadAhead(len(reader.batches), reads, lambda slot: reader.jobs(slot, next(order))))
+        slots: deque[int] = deque()
+        while True:
+            slots.append(ahead.take())
+            yield reader.batches[slots[-1]]
+            if len(slots) == in_use:
+                ahead.release(slots.popleft())
 
 
 def pin_memory(memory: np.ndarray) -> None:

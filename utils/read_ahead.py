@@ -52,7 +52,10 @@ class ReadAhead:
             self.free.append(slot)
             self.changed.notify_all()
 
-    def stop(self) -> None:
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """End the readers; returns when none of them writes any more."""
         with self.changed:
             self.stopped = True

@@ -48,7 +48,10 @@ class ReaderProcess:
         if error is not None:
             raise ReadError(error)
 
-    def close(self) -> None:
+    def __enter__(self) -> "ReaderProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """End the process."""
         self.connection.close()
         try:

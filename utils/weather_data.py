@@ -7,6 +7,7 @@ from torch import Tensor
 
 from utils.config import Config
 from utils.data_loader import Batch, Loader, SampleOrder
+from utils.data_loader_dali import DaliLoader, check_dali
 from utils.era5 import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
 from utils.frame_reader import FrameReader
 from utils.metrics import Scores, latitude_weights
@@ -35,6 +36,8 @@ class WeatherData:
     ):
         self.config, self.device, self.num_shards, self.shard_id = config, device, num_shards, shard_id
         self.tokens, self.group = tokens or TokenShard(config.img_size, config.patch_size), group
+        if config.data_loader_config == "dali":
+            check_dali()
         self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
         self.valid_files = Files.open(config.valid_data_path, "check --data_dir or --valid_data_path")
         self.valid_files.check_same(self.train_files, "training and validation files must agree")
@@ -107,15 +110,13 @@ class WeatherData:
         rows, columns = self.tokens.rows, self.img_size[1]
         readers = tuple(FrameReader(files, channels, rows, columns) for channels in (self.inputs, self.outputs))
         batch_size = config.global_batch_size if shuffle else config.local_batch_size * self.num_shards
-        return Loader(
-            readers,
-            pairs,
-            config.dt,
-            SampleOrder(len(pairs), batch_size, shuffle, config.seed, self.num_shards, self.shard_id),
-            config.num_data_workers,
-            config.read_depth,
-            pin=self.device.type == "cuda",
-        )
+        order = SampleOrder(len(pairs), batch_size, shuffle, config.seed, self.num_shards, self.shard_id)
+        how = {"num_workers": config.num_data_workers, "read_depth": config.read_depth}
+        how["pin"] = self.device.type == "cuda"
+        if config.data_loader_config == "dali":
+            stats = tuple((self.means[channels], self.stds[channels]) for channels in (self.inputs, self.outputs))
+            return DaliLoader(readers, pairs, config.dt, order, **how, stats=stats, device=self.device)
+        return Loader(readers, pairs, config.dt, order, **how)
 
     def _column(self, values: np.ndarray) -> Tensor:
         return self._tensor(values).view(1, -1, 1, 1)
@@ -129,6 +130,8 @@ class WeatherData:
         They travel as they are stored (float16 as float16) and arrive in the default dtype. On a GPU the copy goes
         along while the step before computes. On a CPU the batch's own memory is used: a batch passes here once.
         """
+        if batch.is_normalised:
+            return tuple(self.tokens.cut(x).to(torch.get_default_dtype()) for x in (batch.inp, batch.target))
         raw = self._copy(batch) if self.device.type == "cuda" else (batch.inp, batch.target)
         return tuple(
             normalise(self.tokens.cut(x), *stats) for x, stats in zip(raw, (self.inp_stats, self.target_stats))

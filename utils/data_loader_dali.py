@@ -1,0 +1,86 @@
+"""The DALI loader: NVIDIA's Data Loading Library takes batches to the device and normalises them there.
+
+Which samples make a batch, and who reads them, is as in utils/data_loader.py: DALI's external source takes the batches
+that lie ready in its ring, without a copy. What differs is the way from there: DALI's own threads and streams, two
+batches ahead. Without a GPU its CPU backend does the same.
+
+DALI is an extra: `pip install -r requirements-dali.txt`.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from utils.data_loader import Batch, Loader
+
+QUEUE = 2  # batches that DALI works on: the one given out, and the next
+
+
+def check_dali() -> None:
+    """Raise ValueError, with the remedy, where DALI is not installed."""
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "data_loader_config dali needs DALI, which is not installed: `pip install -r requirements-dali.txt`, or "
+            "use --data_loader_config pytorch"
+        ) from None
+
+
+class DaliLoader(Loader):
+    """As Loader, but its batches are normalised float32 on the device.
+
+    Args:
+        stats: mean and standard deviation of the inputs, and of the targets, [C] each.
+        device: where batches go.
+    """
+
+    def __init__(
+        self,
+        *args,
+        stats: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
+        device: torch.device,
+        **more,
+    ):
+        super().__init__(*args, **more, in_use=QUEUE)
+        self.stats, self.device = stats, device
+
+    def stream_from(self, iteration: int) -> Iterator[Batch]:
+        """Return batches without end, from an iteration on, normalised on the device."""
+        from nvidia.dali import Pipeline, fn, types
+
+        raw, fed = super().stream_from(iteration), deque()
+
+        def feed() -> tuple[np.ndarray, np.ndarray]:
+            fed.append(next(raw))
+            return fed[-1].inp.numpy(), fed[-1].target.numpy()
+
+        on_gpu = self.device.type == "cuda"
+        pipeline = Pipeline(
+            batch_size=len(self.reader.batches[0].counts),
+            num_threads=max(self.depth, 1),
+            device_id=(self.device.index or 0) if on_gpu else None,
+            prefetch_queue_depth=QUEUE,
+            exec_dynamic=True,  # its outputs are PyTorch's to keep
+        )
+        with pipeline:
+            outputs = []
+            for x, (mean, std) in zip(fn.external_source(source=feed, num_outputs=2, no_copy=True), self.stats):
+                x = fn.cast(x.gpu() if on_gpu else x, dtype=types.FLOAT)
+                mean, std = (np.asarray(values, np.float32)[:, None, None] for values in (mean, std))
+                outputs.append(fn.normalize(x, mean=mean, stddev=std, axes=[1, 2]))
+            pipeline.set_outputs(*outputs)
+        pipeline.build()
+        return self._run(pipeline, fed)
+
+    def _run(self, pipeline, fed: deque[Batch]) -> Iterator[Batch]:
+        """Yield what the pipeline makes of the batches that it was fed."""
+        while True:
+            # On a GPU the outputs are in order with what the current stream does next, and nobody waits here.
+            stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+            outputs = [torch.from_dlpack(out.as_tensor()) for out in pipeline.run(stream)]
+            batch = fed.popleft()
+            batch.copied = stream and stream.record_event()
+            yield Batch(*outputs, batch.counts.clone(), is_normalised=True)

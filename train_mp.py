@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distributed.helpers import GridScaler, TensorParallelGradients
 from distributed.mappings import reduce
-from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
+from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens, share_frames
 from train import build_model, build_optimizer, data_parallel, forward_backward, prepare_device, train, update_weights
 from utils.comm import Grid
 from utils.compiler import compile_modules
@@ -63,9 +63,9 @@ def main(
         prepare(config, grid, device)
     grid.create_groups()
     with all_ranks_agree():
-        shard = shard_tokens(config, grid)
         # The ranks of a tp-cp group hold the same samples, each its own tokens of them.
-        data = WeatherData(config, device, grid.get_size("dp"), grid.get_rank("dp"), shard, grid.get_group("dp"))
+        shard, sharing, dp = shard_tokens(config, grid), share_frames(config, grid), grid.get_group("dp")
+        data = WeatherData(config, device, grid.get_size("dp"), grid.get_rank("dp"), shard, dp, sharing)
         model = ParallelViT(build_model(config, data), config, grid, shard).to(device)
         if config.enable_jit:
             compile_modules(model, config.compile_modules, config.compile_mode)

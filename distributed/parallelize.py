@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from distributed.layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear, SharedDropPath
 from networks.vit import DropPath, ViT
-from utils.comm import Grid
+from utils.comm import Grid, places
 from utils.config import Config
+from utils.frame_sharing import FrameSharing
 from utils.token_shard import TokenShard
 
 
@@ -51,14 +52,22 @@ def is_sequence_parallel(config: Config, grid: Grid) -> bool:
     return config.sequence_parallel and grid.get_size("tp") > 1
 
 
-def shard_tokens(config: Config, grid: Grid) -> TokenShard:
-    """Return this rank's tokens: cut over cp, and with sequence parallelism each of these chunks once more over tp."""
-    if is_sequence_parallel(config, grid):
-        index = grid.get_rank("cp") * grid.get_size("tp") + grid.get_rank("tp")
-        shards, group = grid.get_size("tp-cp"), grid.get_group("tp-cp")
-    else:
-        index, shards, group = grid.get_rank("cp"), grid.get_size("cp"), grid.get_group("cp")
-    return TokenShard(config.img_size, config.patch_size, shards, index, group)
+def shard_tokens(config: Config, grid: Grid, rank: int | None = None) -> TokenShard:
+    """Return a rank's tokens, by default this one's: cut over cp, and with sequence parallelism each of these chunks
+    once more over tp."""
+    axes = "tp-cp" if is_sequence_parallel(config, grid) else "cp"
+    place = places(grid.rank if rank is None else rank, grid.sizes, grid.order)
+    index = place["cp"] * grid.get_size("tp") + place["tp"] if axes == "tp-cp" else place["cp"]
+    return TokenShard(config.img_size, config.patch_size, grid.get_size(axes), index, grid.get_group(axes))
+
+
+def share_frames(config: Config, grid: Grid) -> FrameSharing | None:
+    """Return how the ranks that work on the same samples share frames; None for a rank that has them for itself."""
+    ranks = grid.get_ranks("tp-cp")
+    if len(ranks) == 1:
+        return None
+    shards = [shard_tokens(config, grid, rank) for rank in ranks]
+    return FrameSharing(shards, grid.get_rank("tp-cp"), grid.get_group("tp-cp"))
 
 
 class ParallelViT(ViT):

@@ -13,6 +13,7 @@ from benchmarks.certificate import FULL_IMAGE, MODES
 from tests.helpers import ROOT, clean_environment, records, run_folder, run_here, run_ranks, tiny_flags, write_data
 from tests.mutations import MUTATIONS
 from utils.comm import Grid, rank_groups
+from utils.frame_sharing import FrameSharing
 from utils.token_shard import TokenShard
 
 
@@ -201,3 +202,24 @@ def test_wrong_sizes_are_one_line_on_all_ranks(tmp_path, ranks, flags, words):
     assert [done.returncode for done in results] == [2] * ranks
     assert len(results[0].stderr.splitlines()) == 1 and words in results[0].stderr, results[0].stderr
     assert not any(done.stderr for done in results[1:]) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--no_sequence_parallel"], ["--global_batch_size", "3", "--dt", "2"]])
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_compressed_frames_are_decoded_once_in_a_group(tmp_path, flags, workers):
+    """Chunks of whole frames: 4 ranks decode as many frames as one. (Those of other processes are not counted.)"""
+    write_data(tmp_path, chunks=(1, 3, 17, 32), compression="gzip")
+    command = [str(ROOT / "tests/sharing_worker.py"), str(tmp_path), "--num_data_workers", workers, *flags]
+    results = [done.stdout.split() for done in run_ranks(4, command)]
+    assert [right for right, _ in results] == ["right"] * 4
+    B, training, validation = (3, 19, 6) if flags[-2:] == ["--dt", "2"] else (8, 21, 7)
+    frames = 2 * B * (training // B + -(-validation // B))
+    assert sum(int(count) for _, count in results) == (frames if workers == "0" else 0)
+
+
+def test_chunks_of_a_few_rows_are_read_by_those_who_need_them():
+    shards = [TokenShard((64, 128), 8, 4, i) for i in range(4)]
+    assert [FrameSharing(shards, 0, None).helps(rows) for rows in (None, 8, 16, 17, 64)] == [False] * 3 + [True] * 2
+    shares = [FrameSharing(shards, i, None).share(6) for i in range(4)]
+    assert [list(range(6)[share]) for share in shares] == [[0], [1, 2], [3], [4, 5]]
+    assert [FrameSharing(shards, i, None).share(1) for i in range(4)] == [slice(0, 0)] * 3 + [slice(0, 1)]

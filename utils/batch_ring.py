@@ -8,6 +8,7 @@ Shapes:  B samples of one batch on one rank   C channels   H W rows, columns, as
 
 import mmap
 import os
+import weakref
 
 import numpy as np
 
@@ -27,18 +28,19 @@ class BatchRing:
     def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int | None = None):
         sizes = [batch * int(np.prod(reader.shape)) * reader.files.dtype.itemsize for reader in readers]
         self.nbytes = slots * sum(sizes)
+        length = max(self.nbytes, 1)  # a rank may have nothing to read
         self.fd = os.memfd_create("batches") if fd is None else fd
-        if fd is None and self.nbytes:
+        weakref.finalize(self, os.close, self.fd)
+        if fd is None:
             try:
-                os.posix_fallocate(self.fd, 0, self.nbytes)
+                os.posix_fallocate(self.fd, 0, length)
             except OSError as error:
-                os.close(self.fd)
                 raise OSError(
                     f"{slots} batches of {sum(sizes) / 1e9:.2f} GB do not fit into memory ({error.strerror}): "
                     f"lower --local_batch_size or --num_data_workers"
                 ) from None
         # All pages are put in place now: the first batches would otherwise take several times as long.
-        memory = mmap.mmap(self.fd, max(self.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = mmap.mmap(self.fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.memory = np.frombuffer(memory, np.uint8)
         self.frames: list[list[np.ndarray]] = []  # of each slot: inputs [B, C_in, H, W] and targets [B, C_out, H, W]
         at = 0

@@ -30,11 +30,12 @@ from utils.read_worker import ReaderProcess
 class Batch:
     """What the reader gives, raw and on the host. It is valid until the next one is asked for: buffers are reused."""
 
-    inp: Tensor  # [B, C_in, H, W], as stored; H counts the rows that this rank reads
+    inp: Tensor  # [B, C_in, H, W], as stored; of the samples and rows that this rank reads
     target: Tensor  # [B, C_out, H, W], as stored
     counts: Tensor  # [B]: 1 for a sample, 0 for one that only fills the batch
     copied: torch.cuda.Event | None = None  # a copy to a GPU is done: until then nobody may write here
     is_normalised: bool = False  # on the device, by DALI
+    is_shared: bool = False  # whole frames of some samples; other ranks read the others (utils/frame_sharing.py)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
@@ -97,17 +98,27 @@ class BatchReader:
         B: samples of a batch.
         slots: batches that there is room for.
         pin: let a GPU copy from the buffers while the host goes on.
+        share: which places of a batch are read here, by default all.
 
     Raises OSError where the buffers do not fit into memory.
     """
 
     def __init__(
-        self, readers: tuple[FrameReader, FrameReader], pairs: np.ndarray, dt: int, B: int, slots: int, pin: bool
+        self,
+        readers: tuple[FrameReader, FrameReader],
+        pairs: np.ndarray,
+        dt: int,
+        B: int,
+        slots: int,
+        pin: bool,
+        share: slice,
     ):
-        self.readers, self.pairs, self.dt = readers, pairs, dt
-        self.ring = BatchRing(slots, B, readers)
+        self.readers, self.pairs, self.dt, self.share = readers, pairs, dt, share
+        self.read_size = len(range(B)[share])
+        self.ring = BatchRing(slots, self.read_size, readers)
         self.batches = [
-            Batch(torch.from_numpy(inp), torch.from_numpy(target), torch.empty(B)) for inp, target in self.ring.frames
+            Batch(*map(torch.from_numpy, frames), torch.empty(B), is_shared=share != slice(None))
+            for frames in self.ring.frames
         ]
         if pin and self.ring.nbytes:
             pin_memory(self.ring.memory)
@@ -117,7 +128,7 @@ class BatchReader:
         self.batches[slot].counts[:] = torch.from_numpy(samples >= 0)
         return [
             Job(slot, part, place, int(file), int(t) + part * self.dt, request)
-            for place, (file, t) in enumerate(self.pairs[np.maximum(samples, 0)])
+            for place, (file, t) in enumerate(self.pairs[np.maximum(samples, 0)[self.share]])
             for part, reader in enumerate(self.readers)
             for request in reader.requests
         ]
@@ -145,14 +156,14 @@ class BatchReader:
 
     def start_process(self) -> ReaderProcess:
         """Start a process that can carry out jobs."""
-        return ReaderProcess(len(self.batches), len(self.batches[0].counts), self.readers, self.ring.fd)
+        return ReaderProcess(len(self.batches), self.read_size, self.readers, self.ring.fd)
 
 
 class Loader:
     """The batches of one data set for one shard, epoch by epoch.
 
     Args:
-        readers, pairs, dt, pin: as in BatchReader.
+        readers, pairs, dt, pin, share: as in BatchReader.
         num_workers: 0 reads when the loop asks. 1 and more read ahead: as threads from contiguous files, as processes
             from those that HDF5 must read.
         read_depth: reads under way at once from contiguous files; as many as workers by default.
@@ -168,16 +179,17 @@ class Loader:
         num_workers: int = 0,
         read_depth: int | None = None,
         pin: bool = False,
+        share: slice = slice(None),
         in_use: int = 1,
     ):
         self.order, self.in_use = order, in_use
         is_direct = all(reader.is_direct for reader in readers)
         self.depth = (is_direct and num_workers and read_depth) or num_workers  # reads under way at once
         B = order.batch_size // order.num_shards
-        requests = B * sum(len(reader.requests) for reader in readers)
+        requests = len(range(B)[share]) * sum(len(reader.requests) for reader in readers)
         # Read ahead: one batch that is ready, and as many as it takes to keep all readers busy.
         ahead = 1 + max(1, -(-self.depth // max(requests, 1))) if self.depth else 0
-        self.reader = BatchReader(readers, pairs, dt, B, in_use + ahead, pin)
+        self.reader = BatchReader(readers, pairs, dt, B, in_use + ahead, pin, share)
         self.stream: Iterator[Batch] | None = None
         self.next = 0  # the iteration that `stream` gives next, counted from the first epoch
 

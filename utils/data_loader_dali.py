@@ -9,6 +9,7 @@ DALI is an extra: `pip install -r requirements-dali.txt`.
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,6 +46,11 @@ class DaliLoader(Loader):
         **more,
     ):
         super().__init__(*args, **more, in_use=QUEUE)
+        if not self.reader.ring.nbytes:
+            raise ValueError(
+                "data_loader_config dali reads nothing on this rank, whose tokens are padding or whose share of the "
+                "compressed frames is none: use --data_loader_config pytorch, a larger --local_batch_size or less ranks"
+            )
         self.stats, self.device = stats, device
 
     def stream_from(self, iteration: int) -> Iterator[Batch]:
@@ -59,7 +65,7 @@ class DaliLoader(Loader):
 
         on_gpu = self.device.type == "cuda"
         pipeline = Pipeline(
-            batch_size=len(self.reader.batches[0].counts),
+            batch_size=self.reader.read_size,
             num_threads=max(self.depth, 1),
             device_id=(self.device.index or 0) if on_gpu else None,
             prefetch_queue_depth=QUEUE,
@@ -83,4 +89,5 @@ class DaliLoader(Loader):
             outputs = [torch.from_dlpack(out.as_tensor()) for out in pipeline.run(stream)]
             batch = fed.popleft()
             batch.copied = stream and stream.record_event()
-            yield Batch(*outputs, batch.counts.clone(), is_normalised=True)
+            inp, target = outputs
+            yield replace(batch, inp=inp, target=target, counts=batch.counts.clone(), is_normalised=True)

@@ -33,6 +33,7 @@ class Files:
     times: tuple[np.ndarray | None, ...]  # seconds since 1970-01-01 of each step, where stored
     shape: tuple[int, int, int]  # C, H, W
     offsets: tuple[int | None, ...]  # where the values begin in each file; None where only HDF5 can read them
+    chunk_rows: int | None  # rows of a chunk, the most that any file has; None where all are contiguous
     dtype: np.dtype
     channel_names: tuple[str, ...] | None
     units: tuple[str, ...]
@@ -56,6 +57,7 @@ class Files:
             steps=tuple(head.steps[0] for head in heads),
             times=tuple(head.times[0] for head in heads),
             offsets=tuple(head.offsets[0] if head.dtype == dtype else None for head in heads),
+            chunk_rows=max((head.chunk_rows for head in heads if head.chunk_rows), default=None),
             dtype=dtype,
         )
 
@@ -211,6 +213,7 @@ def _read_head(path: Path) -> Files:
                 steps=(length,),
                 times=(axis("time", length),),
                 offsets=(_offset(fields),),
+                chunk_rows=fields.chunks and fields.chunks[2],
                 shape=tuple(shape),
                 dtype=fields.dtype.newbyteorder("="),
                 channel_names=labels("channel_names"),

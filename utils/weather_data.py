@@ -10,6 +10,7 @@ from utils.data_loader import Batch, Loader, SampleOrder
 from utils.data_loader_dali import DaliLoader, check_dali
 from utils.era5 import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
 from utils.frame_reader import FrameReader
+from utils.frame_sharing import FrameSharing
 from utils.metrics import Scores, latitude_weights
 from utils.token_shard import TokenShard
 
@@ -20,6 +21,7 @@ class WeatherData:
     Args:
         tokens: which tokens of each image this rank holds; all of them by default.
         group: the data-parallel ranks; all ranks by default.
+        sharing: the ranks that work on the same samples, where there are several.
 
     Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`), the statistics,
     the crop or the channels asked for.
@@ -33,9 +35,11 @@ class WeatherData:
         shard_id: int = 0,
         tokens: TokenShard | None = None,
         group: dist.ProcessGroup | None = None,
+        sharing: FrameSharing | None = None,
     ):
         self.config, self.device, self.num_shards, self.shard_id = config, device, num_shards, shard_id
         self.tokens, self.group = tokens or TokenShard(config.img_size, config.patch_size), group
+        self.sharing = sharing
         if config.data_loader_config == "dali":
             check_dali()
         self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
@@ -107,12 +111,15 @@ class WeatherData:
 
     def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
         config = self.config
-        rows, columns = self.tokens.rows, self.img_size[1]
+        is_shared = self.sharing is not None and self.sharing.helps(files.chunk_rows)
+        rows, columns = range(self.img_size[0]) if is_shared else self.tokens.rows, self.img_size[1]
         readers = tuple(FrameReader(files, channels, rows, columns) for channels in (self.inputs, self.outputs))
         batch_size = config.global_batch_size if shuffle else config.local_batch_size * self.num_shards
         order = SampleOrder(len(pairs), batch_size, shuffle, config.seed, self.num_shards, self.shard_id)
         how = {"num_workers": config.num_data_workers, "read_depth": config.read_depth}
         how["pin"] = self.device.type == "cuda"
+        if is_shared:
+            how["share"] = self.sharing.share(batch_size // self.num_shards)
         if config.data_loader_config == "dali":
             stats = tuple((self.means[channels], self.stds[channels]) for channels in (self.inputs, self.outputs))
             return DaliLoader(readers, pairs, config.dt, order, **how, stats=stats, device=self.device)
@@ -130,12 +137,12 @@ class WeatherData:
         They travel as they are stored (float16 as float16) and arrive in the default dtype. On a GPU the copy goes
         along while the step before computes. On a CPU the batch's own memory is used: a batch passes here once.
         """
+        on_host = self.device.type == "cuda" and not batch.is_normalised
+        raw = self._copy(batch) if on_host else (batch.inp, batch.target)
+        mine = (self.sharing.exchange(x, len(batch.counts)) if batch.is_shared else self.tokens.cut(x) for x in raw)
         if batch.is_normalised:
-            return tuple(self.tokens.cut(x).to(torch.get_default_dtype()) for x in (batch.inp, batch.target))
-        raw = self._copy(batch) if self.device.type == "cuda" else (batch.inp, batch.target)
-        return tuple(
-            normalise(self.tokens.cut(x), *stats) for x, stats in zip(raw, (self.inp_stats, self.target_stats))
-        )
+            return tuple(x.to(torch.get_default_dtype()) for x in mine)
+        return tuple(normalise(x, *stats) for x, stats in zip(mine, (self.inp_stats, self.target_stats)))
 
     def _copy(self, batch: Batch) -> list[Tensor]:
         """Start the copy on a stream of its own; the computation that follows waits for it on the device."""

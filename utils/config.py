@@ -69,6 +69,7 @@ class Config:
     data_loader_config: str = _key("pytorch", "data loader", choices=("pytorch", "dali"))
     num_data_workers: int = _key(0, "readers that read ahead; 0 reads inside the loop", at_least=0)
     read_depth: int | None = _key(None, "reads under way at once, contiguous files (num_data_workers)", at_least=1)
+    stage_dir: str | None = _key(None, "folder in the node to copy the files to before training")
 
     # Training
     num_iters: int = _key(30000, "number of optimiser steps, exactly", at_least=1)

@@ -183,8 +183,8 @@ class Loader:
         in_use: int = 1,
     ):
         self.order, self.in_use = order, in_use
-        is_direct = all(reader.is_direct for reader in readers)
-        self.depth = (is_direct and num_workers and read_depth) or num_workers  # reads under way at once
+        self.is_direct = all(reader.is_direct for reader in readers)
+        self.depth = (self.is_direct and num_workers and read_depth) or num_workers  # reads under way at once
         B = order.batch_size // order.num_shards
         requests = len(range(B)[share]) * sum(len(reader.requests) for reader in readers)
         # Read ahead: one batch that is ready, and as many as it takes to keep all readers busy.

@@ -113,6 +113,7 @@ class Run:
             *(len(data.train_pairs), len(data.valid_pairs), len(data.in_names), len(data.out_names)),
             *(*data.img_size, H, W, data.hours),
         )
+        self.log("Reading: %s", data.reading)
         self.log(
             "Batch: %d = %d a pass x %d data-parallel rank(s) x %d accumulation step(s); "
             "%d iterations an epoch, %d in all",

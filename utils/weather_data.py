@@ -12,6 +12,7 @@ from utils.era5 import STORED_STEP_HOURS, Files, channel_indices, check_crop, lo
 from utils.frame_reader import FrameReader
 from utils.frame_sharing import FrameSharing
 from utils.metrics import Scores, latitude_weights
+from utils.staging import stage
 from utils.token_shard import TokenShard
 
 
@@ -96,6 +97,9 @@ class WeatherData:
             )
         if len(self.valid_pairs) == 0:
             raise ValueError(f"{config.valid_data_path} gives no sample at dt {config.dt}: add files or lower --dt")
+        if config.stage_dir is not None:
+            self.train_files = stage(self.train_files, self.train_pairs[:, 0], config.stage_dir)
+            self.valid_files = stage(self.valid_files, self.valid_pairs[:, 0], config.stage_dir)
         self.inp_stats = self._column(means[inputs]), self._column(stds[inputs])
         self.target_stats = self._column(means[outputs]), self._column(stds[outputs])
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -108,6 +112,16 @@ class WeatherData:
         seconds = self.train_files.step_seconds()
         hours = self.config.dt * (STORED_STEP_HOURS if seconds is None else seconds / 3600)
         return f"{hours:g} h" + (" (assumed: the files store no time)" if seconds is None else "")
+
+    @property
+    def reading(self) -> str:
+        """Who reads, and how much memory that takes, in words."""
+        train, valid = self.train_loader, self.valid_loader
+        who = "threads" if train.is_direct else "processes"
+        how = f"{train.depth} reads at once ahead of the loop, by {who}" if train.depth else "in the loop"
+        size = train.reader.ring.nbytes + valid.reader.ring.nbytes
+        batches = f"{len(train.reader.batches)} training and {len(valid.reader.batches)} validation batches"
+        return f"{how}; {self.config.data_loader_config} loader; memory for {batches}, {size / 1e9:.3f} GB"
 
     def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
         config = self.config

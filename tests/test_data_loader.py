@@ -74,6 +74,18 @@ def test_batches_hold_the_values_of_the_files_normalised(tiny):
                 np.testing.assert_allclose(got[b].numpy(), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_normalising_in_one_pass_changes_nothing(tmp_path, dtype):
+    write_data(tmp_path)
+    for path in tmp_path.glob("*/*.h5"):
+        write_file(path, fields(9, 3, 17, 32).astype(dtype))
+    plain, compiled = weather(tmp_path), weather(tmp_path, "--enable_jit")
+    for a, b in zip(plain.train_loader.epoch(), compiled.train_loader.epoch(), strict=True):
+        assert a.inp.dtype == getattr(torch, dtype)  # float16 up to the device
+        for x, y in zip(plain.to_device(a), compiled.to_device(b)):
+            assert x.dtype == torch.float32 and torch.equal(x, y)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_validation_is_complete_and_in_order(tiny, ranks):
     seen, steps = [], set()

@@ -24,16 +24,18 @@ def test_enable_jit_compiles_and_no_compiler_is_one_line(tiny, monkeypatch):
     compiled = []
 
     def keep(forward, **kwargs):
-        compiled.append((type(forward.__self__).__name__, kwargs))
+        is_method = hasattr(forward, "__self__")
+        compiled.append((type(forward.__self__).__name__ if is_method else forward.__name__, kwargs))
         return forward
 
     monkeypatch.setattr(torch, "compile", keep)
     run_here(tiny_flags(tiny, "--enable_jit"))
-    assert compiled == [("Block", {"fullgraph": True, "mode": "default"})] * 2
+    normalise, *blocks = compiled
+    assert normalise[0] == "normalise" and blocks == [("Block", {"fullgraph": True, "mode": "default"})] * 2
     compiled.clear()
     run_here(tiny_flags(tiny, "--enable_jit", "--compile_modules", "MLP", "PatchEmbed", "--compile_mode=max-autotune"))
-    assert sorted(name for name, _ in compiled) == ["MLP", "MLP", "PatchEmbed"]
-    assert all(kwargs["mode"] == "max-autotune" for _, kwargs in compiled)
+    assert sorted(name for name, _ in compiled) == ["MLP", "MLP", "PatchEmbed", "normalise"]
+    assert all(kwargs["mode"] == "max-autotune" for name, kwargs in compiled if name != "normalise")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ValueError, match="enable_jit needs a C.. compiler"):

@@ -103,7 +103,7 @@ class WeatherData:
         self.inp_stats = self._column(means[inputs]), self._column(stds[inputs])
         self.target_stats = self._column(means[outputs]), self._column(stds[outputs])
         # Compiled, it is one pass over the data: a cast, a difference and a quotient.
-        self.normalise = torch.compile(normalise, dynamic=False) if config.enable_jit else normalise
+        self.normalise = torch.compile(normalise, fullgraph=True, dynamic=False) if config.enable_jit else normalise
         self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.train_loader = self._loader(self.train_files, self.train_pairs, shuffle=True)
         self.valid_loader = self._loader(self.valid_files, self.valid_pairs, shuffle=False)

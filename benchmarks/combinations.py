@@ -9,7 +9,6 @@ each product is rounded to 8 (bf16) or 11 (fp16) binary digits, and the losses a
 
 import argparse
 import itertools
-import json
 import logging
 import sys
 import tempfile
@@ -18,12 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
 
-import train
+from benchmarks.data import path_flags, train_here
 from benchmarks.record import write_record
-from utils.config import load_config
-from utils.launch import World, join
 from utils.sample_data import write_shape
 
 ITERATIONS = 20
@@ -50,23 +46,13 @@ def flags_of(amp: str, fused: bool, jit: bool, checkpoint: str, chunks: int) -> 
 def data(folder: str) -> list[str]:
     """Write data to a folder, and return the flags that all runs on it share."""
     write_shape(f"{folder}/data", (8, 32, 64), samples=4 * ITERATIONS + 1)
-    paths = [f"--{kind}_data_path={folder}/data/{kind}" for kind in ("train", "valid")]
-    stats = ("global_means", "global_stds", "time_means")
-    return [*MODEL, *paths, *(f"--{kind}_path={folder}/data/stats/{kind}.npy" for kind in stats), "--expdir", folder]
+    return [*MODEL, *path_flags(f"{folder}/data"), "--expdir", folder]
 
 
 def losses(flags: list[str]) -> list[float]:
     """Train, and return the loss of each iteration."""
-    config, _ = load_config(flags)
     torch.compiler.reset()
-    join(World())
-    try:
-        train.main(World(), flags)
-    finally:
-        dist.destroy_process_group()
-    path = Path(config.expdir) / config.config / "1GPU" / config.run_num / "metrics.jsonl"
-    steps = [json.loads(line) for line in path.read_text().splitlines()]
-    return [step["loss"] for step in steps if step["event"] == "step"]
+    return [line["loss"] for line in train_here(flags) if line["event"] == "step"]
 
 
 def difference(curve: list[float], reference: list[float]) -> float:

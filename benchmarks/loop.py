@@ -9,6 +9,7 @@ import torch
 
 import train
 from benchmarks.bench import REFERENCE
+from benchmarks.data import path_flags
 from utils.config import load_config
 from utils.launch import World, join
 from utils.sample_data import write_shape
@@ -47,11 +48,7 @@ def loop_overhead(rounds: int) -> list[float]:
     join(World())
     with tempfile.TemporaryDirectory() as folder:
         write_shape(f"{folder}/data", (20, 64, 128), samples=8 * count + 1)
-        flags = [*REFERENCE, "--expdir", folder, "--num_iters", str(count * rounds)]
-        flags += [f"--{kind}_data_path={folder}/data/{kind}" for kind in ("train", "valid")]
-        flags += [
-            f"--{kind}_path={folder}/data/stats/{kind}.npy" for kind in ("global_means", "global_stds", "time_means")
-        ]
+        flags = [*REFERENCE, "--expdir", folder, "--num_iters", str(count * rounds), *path_flags(f"{folder}/data")]
         config = load_config(flags)[0].with_batches(1)
         data = train.WeatherData(config)
         model = train.build_model(config, data)

@@ -1,6 +1,6 @@
 """Write a data set in the layout that the loaders read: files, statistics, and all of it or nothing.
 
-    FOLDER/train/*.h5, valid/*.h5        `fields` [time, channel, lat, lon], `time`, `latitude`, `longitude`
+    FOLDER/train/*.h5, valid/*.h5, test/*.h5      `fields` [time, channel, lat, lon], `time`, `latitude`, `longitude`
     FOLDER/stats/global_means.npy, global_stds.npy [1, C, 1, 1], time_means.npy [1, C, H, W], from the training files
     FOLDER/stats/time_diff_stds.npy      [1, C, 1, 1], std of the change in one stored step, from the training files
 
@@ -34,6 +34,8 @@ class DatasetWriter:
     `layout` a key of LAYOUTS. Statistics are gathered on the way, in float64, from the values as stored.
     """
 
+    SUMS = ("sum", "square_sum", "diff_sum", "diff_square_sum", "frames", "differences")
+
     def __init__(
         self,
         folder: Path,
@@ -55,12 +57,12 @@ class DatasetWriter:
         self.frames = self.differences = 0
         self.sum = torch.zeros(self.shape, dtype=torch.float64)
         self.square_sum, self.diff_sum, self.diff_square_sum = torch.zeros(3, len(channels), dtype=torch.float64)
-        for name in ("train", "valid", "stats"):
-            (folder / name).mkdir()
 
     def add_file(self, name: str, time: np.ndarray) -> None:
         """Create FOLDER/`name`.h5 (say train/2001) for the times [T], in seconds since 1970-01-01."""
-        file = h5py.File(self.folder / f"{name}.h5", "w")
+        path = self.folder / f"{name}.h5"
+        path.parent.mkdir(exist_ok=True)
+        file = h5py.File(path, "w")
         # track_times would store the moment of writing: the same data must give the same bytes.
         fields = file.create_dataset("fields", (len(time), *self.shape), track_times=False, **self.storage)
         fields.attrs["channel_names"] = np.array(self.channels, dtype=h5py.string_dtype())
@@ -74,8 +76,11 @@ class DatasetWriter:
         file["time"].attrs["units"] = "seconds since 1970-01-01"
         self.fields[name] = fields
 
-    def write(self, name: str, t: int, frame: Tensor) -> None:
-        """Store step `t` of a file: a CPU tensor [C, H, W] of the stored dtype. Within a file t counts up from 0."""
+    def write(self, name: str, t: int, frame: Tensor, gap: bool = False) -> None:
+        """Store step `t` of a file: a CPU tensor [C, H, W] of the stored dtype. Within a file t counts up from 0.
+
+        With `gap` more than a step of time lies between this frame and the last: their difference does not count.
+        """
         self.fields[name][t] = frame.numpy()
         if not name.startswith("train/"):
             return
@@ -84,18 +89,35 @@ class DatasetWriter:
             wide = values.double()
             self.sum[channel] += wide
             self.square_sum[channel] += wide.square().sum()
-            if t > 0:
+            if t > 0 and not gap:
                 change = wide.sub_(self.previous[name][channel])
                 self.diff_sum[channel] += change.sum()
                 self.diff_square_sum[channel] += change.square_().sum()
         self.frames += 1
-        self.differences += t > 0
+        self.differences += t > 0 and not gap
         if t == len(self.fields[name]) - 1:
             self.previous.pop(name, None)
         elif t == 0:
             self.previous[name] = frame.clone()
         else:
             self.previous[name].copy_(frame)
+
+    def close(self, name: str) -> None:
+        """Close a file that is complete."""
+        self.fields.pop(name).file.close()
+
+    def save(self, path: Path) -> None:
+        """Keep the statistics so far, complete or not at all; `load` goes on from there."""
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez(file, **{name: getattr(self, name) for name in self.SUMS})
+        part.rename(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from the statistics that were kept."""
+        with np.load(path) as kept:
+            for name in self.SUMS:
+                setattr(self, name, torch.from_numpy(kept[name]) if kept[name].ndim else int(kept[name]))
 
     def __enter__(self) -> "DatasetWriter":
         return self
@@ -113,7 +135,7 @@ class DatasetWriter:
         means = time_means.mean((1, 2))
         # The mean of squares less the square of the mean: float64 has digits to spare for a float32 result.
         variance = self.square_sum / (self.frames * points) - means.square()
-        diff_count = self.differences * points
+        diff_count = max(self.differences, 1) * points
         diff_variance = self.diff_square_sum / diff_count - (self.diff_sum / diff_count).square()
         stats = {
             "global_means": means[:, None, None],
@@ -121,6 +143,7 @@ class DatasetWriter:
             "time_means": time_means,
             "time_diff_stds": diff_variance.clamp(min=0).sqrt()[:, None, None],
         }
+        (self.folder / "stats").mkdir(exist_ok=True)
         for name, value in stats.items():
             np.save(self.folder / "stats" / f"{name}.npy", value[None].float().numpy())
 
@@ -132,34 +155,54 @@ def new_folder(out: Path, overwrite: bool, size: int) -> Iterator[Path]:
     `size` is the number of bytes to come. Raises ValueError if `out` exists (unless `overwrite`, and it is a data set),
     cannot be written, or does not fit on the disk.
     """
-    if out.exists():
-        if not overwrite:
-            raise ValueError(f"{out} exists already; add --overwrite to replace it, or give another --out")
-        strangers = (
-            sorted({p.name for p in out.iterdir()} - {"train", "valid", "stats"}) if out.is_dir() else [out.name]
-        )
-        if strangers:
-            raise ValueError(
-                f"{out} holds {strangers[0]}, which is no part of a data set; --overwrite replaces only folders "
-                "with train, valid and stats; give another --out"
-            )
+    check_new(out, overwrite)
     out = out.resolve()  # a link to a scratch disk stays a link
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent)
     except OSError as error:
-        raise ValueError(f"cannot write {out}: {error.strerror}; give --out a folder that you may write to") from None
+        raise cannot_write(out, error) from None
     with scratch:
-        free = shutil.disk_usage(scratch.name).free
-        if size > free:
-            raise ValueError(
-                f"{out} needs {size / 1e9:.1f} GB and its disk has {free / 1e9:.1f} GB free; "
-                "give fewer --samples or --trajectories, or another --out"
-            )
+        check_space(out, scratch.name, size, "fewer --samples or --trajectories")
         # One level down: the temporary folder itself is closed to other users, and that would stick to `out`.
-        new, old = Path(scratch.name, "new"), Path(scratch.name, "old")
+        new = Path(scratch.name, "new")
         new.mkdir()
         yield new
-        if overwrite and out.exists():
-            out.rename(old)
-        new.rename(out)
+        put_in_place(new, out, Path(scratch.name, "old"))
+
+
+def check_new(out: Path, overwrite: bool) -> None:
+    """Raise ValueError if `out` exists, unless `overwrite` and it is a data set."""
+    if not out.exists():
+        return
+    if not overwrite:
+        raise ValueError(f"{out} exists already; add --overwrite to replace it, or give another --out")
+    parts = {"train", "valid", "test", "stats"}
+    strangers = sorted({p.name for p in out.iterdir()} - parts) if out.is_dir() else [out.name]
+    if strangers:
+        raise ValueError(
+            f"{out} holds {strangers[0]}, which is no part of a data set; --overwrite replaces only folders "
+            "with train, valid, test and stats; give another --out"
+        )
+
+
+def cannot_write(out: Path, error: OSError) -> ValueError:
+    """Return the error to raise where `out` cannot be written."""
+    return ValueError(f"cannot write {out}: {error.strerror}; give --out a folder that you may write to")
+
+
+def check_space(out: Path, folder: str | Path, size: int, remedy: str) -> None:
+    """Raise ValueError if `size` bytes do not fit on the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise ValueError(
+            f"{out} needs {size / 1e9:.1f} GB and its disk has {free / 1e9:.1f} GB free; "
+            f"give {remedy}, or another --out"
+        )
+
+
+def put_in_place(new: Path, out: Path, old: Path) -> None:
+    """Rename the complete folder `new` to `out`; what was there before becomes `old`."""
+    if out.exists():
+        out.rename(old)
+    new.rename(out)

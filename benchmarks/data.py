@@ -1,0 +1,32 @@
+"""Runs of a benchmark: on which data, and what they recorded."""
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+import train
+from utils.config import load_config
+from utils.launch import World, join
+
+STATS = ("global_means", "global_stds", "time_means")
+
+
+def path_flags(folder: str) -> list[str]:
+    """Return the flags for a run on the data set in `folder`, which utils/sample_data.py wrote."""
+    return [
+        *(f"--{kind}_data_path={folder}/{kind}" for kind in ("train", "valid")),
+        *(f"--{kind}_path={folder}/stats/{kind}.npy" for kind in STATS),
+    ]
+
+
+def train_here(flags: list[str]) -> list[dict]:
+    """Run train.py in this process, and return the lines of its metrics.jsonl."""
+    config, _ = load_config(flags)
+    join(World())
+    try:
+        train.main(World(), flags)
+    finally:
+        dist.destroy_process_group()
+    path = Path(config.expdir) / config.config / "1GPU" / config.run_num / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,272 @@
+"""How fast do frames come from files into batches? Native loader, DALI and a stock DataLoader, beside the raw read.
+
+    python benchmarks/loader.py [--json FILE] [--rounds 3]
+
+Frames are 20 x 360 x 720, a sample two of them, a batch four samples in shuffled order; the files lie in the page
+cache. The raw read is `preadv` of the same frames into a ring of three batches, one read at a time. Cases take turns; a
+ratio is taken within a round. A GB is what is delivered: compressed files are smaller, and float16 counts two bytes a
+number.
+
+Cold: the cache is dropped, and every read waits 5 ms more, as on a far file system. How much of it do reads that are
+under way at once hide? Training: how long does the loop wait for data?
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import h5py
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from benchmarks.data import path_flags, train_here
+from benchmarks.record import write_record
+from utils.data_loader import Loader, SampleOrder
+from utils.era5 import Files
+from utils.frame_reader import FrameReader
+from utils.sample_data import write_shape
+
+SHAPE, B, SAMPLES = (20, 360, 720), 4, 25  # 24 pairs: six batches an epoch
+LAYOUTS = ("contiguous", "chunked", "gzip", "blosc2", "float16")
+LATENCY = 0.005  # s
+
+
+def write_files(folder: str) -> None:
+    """Write one file in every layout; a chunk is a channel of a frame."""
+    from hdf5plugin import Blosc2
+
+    chunks = (1, 1, *SHAPE[1:])
+    write_shape(f"{folder}/contiguous", SHAPE, samples=SAMPLES)
+    write_shape(f"{folder}/small", (8, 64, 128), samples=513)
+    with h5py.File(f"{folder}/contiguous/train/2001.h5") as file:
+        fields = file["fields"][:]
+    storage = {
+        "chunked": {"chunks": chunks},
+        "gzip": {"chunks": chunks, "compression": "gzip", "compression_opts": 1, "shuffle": True},
+        "blosc2": {"chunks": chunks, **Blosc2(cname="lz4", clevel=5, filters=Blosc2.SHUFFLE)},
+        "float16": {"dtype": "float16"},
+    }
+    for name, how in storage.items():
+        Path(folder, name, "train").mkdir(parents=True)
+        with h5py.File(f"{folder}/{name}/train/2001.h5", "w") as file:
+            file.create_dataset("fields", data=fields, **how)
+
+
+class RawRead:
+    """`preadv` into a ring of three batches."""
+
+    def __init__(self, files: Files, order: SampleOrder):
+        self.order, self.offset, self.fd = order, files.offsets[0], os.open(files.paths[0], os.O_RDONLY)
+        self.ring = [np.empty((B, 2, *files.shape), files.dtype) for _ in range(3)]
+        self.frame = self.ring[0][0, 0].nbytes
+
+    def epoch(self, epoch: int) -> Iterator[np.ndarray]:
+        for i, samples in enumerate(self.order.epoch(epoch)):
+            for place, t in enumerate(samples):
+                for part in (0, 1):
+                    os.preadv(self.fd, [self.ring[i % 3][place, part]], self.offset + int(t + part) * self.frame)
+            yield self.ring[i % 3]
+
+
+class Pairs(Dataset):
+    """What one would write first: a sample is two slices of the file."""
+
+    def __init__(self, path: str):
+        self.path, self.fields = path, None
+
+    def __len__(self) -> int:
+        return SAMPLES - 1
+
+    def __getitem__(self, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.fields is None:
+            self.fields = h5py.File(self.path)["fields"]
+        return torch.from_numpy(self.fields[t]), torch.from_numpy(self.fields[t + 1])
+
+
+class Stock:
+    """PyTorch's DataLoader."""
+
+    def __init__(self, files: Files, order: SampleOrder, workers: int):
+        self.order, self.pairs, self.workers = order, Pairs(files.paths[0]), workers
+
+    def epoch(self, epoch: int) -> Iterator[list[torch.Tensor]]:
+        subset = Subset(self.pairs, self.order.epoch(epoch).ravel().tolist())
+        yield from DataLoader(subset, batch_size=B, num_workers=self.workers)
+
+
+def native(files: Files, order: SampleOrder, workers: int, depth: int | None = None, kind=Loader, **more) -> Loader:
+    """Return the project's loader of whole frames."""
+    readers = tuple(
+        FrameReader(files, list(range(files.shape[0])), range(files.shape[1]), files.shape[2]) for _ in "it"
+    )
+    return kind(readers, files.samples(1), 1, order, workers, depth, **more)
+
+
+def dali(files: Files, order: SampleOrder) -> Loader:
+    """Return the DALI loader; it normalises, too."""
+    from utils.data_loader_dali import DaliLoader
+
+    stats = ((np.zeros(SHAPE[0]), np.ones(SHAPE[0])),) * 2
+    return native(files, order, 1, kind=DaliLoader, stats=stats, device=torch.device("cpu"))
+
+
+def cases(layout: str) -> dict[str, Callable]:
+    """Return what is measured on files of a layout."""
+    raw = {"preadv": RawRead} if layout in ("contiguous", "float16") else {}
+    ours = {f"native {n}": lambda files, order, n=n: native(files, order, n) for n in (0, 1, 2, 4)}
+    stock = {f"stock {n}": lambda files, order, n=n: Stock(files, order, n) for n in (0, 2)}
+    return {**raw, **ours, "DALI": dali, **stock}
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of all those that it started, those that still run included."""
+    times, running = os.times(), 0
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            running += int(fields[11]) + int(fields[12])
+    return sum(times[:4]) + running / os.sysconf("SC_CLK_TCK")
+
+
+def measure(make: Callable, files: Files, order: SampleOrder, epochs: int = 2) -> dict[str, float]:
+    """Return GB/s, CPU seconds a GB, and the seconds from nothing to the first batch."""
+    start = time.perf_counter()
+    loader = make(files, order)
+    for i, _ in enumerate(loader.epoch(0)):
+        if i == 0:
+            first = time.perf_counter() - start
+    start, cpu = time.perf_counter(), cpu_seconds()
+    for epoch in range(1, 1 + epochs):
+        for _ in loader.epoch(epoch):
+            pass
+    seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    gigabytes = epochs * len(order) * B * 2 * math.prod(files.shape) * files.dtype.itemsize / 1e9
+    return {"GB/s": gigabytes / seconds, "CPU s/GB": cpu / gigabytes, "first batch s": first}
+
+
+def warm(folder: str, rounds: int) -> list[dict[str, dict[str, float]]]:
+    """Return the measurements of each round, by `layout, case`."""
+    results = []
+    for _ in range(rounds):
+        results.append({})
+        for layout in LAYOUTS:
+            files = Files.open(f"{folder}/{layout}/train")
+            order = SampleOrder(SAMPLES - 1, B, shuffle=True)
+            for name, make in cases(layout).items():
+                results[-1][f"{layout}, {name}"] = measure(make, files, order)
+    return results
+
+
+def cold(folder: str, depths: tuple[int, ...]) -> dict[int, float]:
+    """Return the reads a second at each depth, over depth / the time of one read by itself. 1 hides every wait."""
+    files, original = Files.open(f"{folder}/small/train"), os.preadv
+    fd = os.open(files.paths[0], os.O_RDONLY)
+    os.fsync(fd)
+
+    def far(*args) -> int:
+        time.sleep(LATENCY)
+        return original(*args)
+
+    order, efficiency = SampleOrder(512, 16, shuffle=True), {}
+    os.preadv = far
+    try:
+        for depth in depths:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            loader = native(files, order, 1, depth)
+            start = time.perf_counter()
+            count = sum(1 for _ in loader.epoch(0)) * 16 * 2
+            rate = count / (time.perf_counter() - start)
+            efficiency[depth] = rate / depth
+    finally:
+        os.preadv = original
+    return {depth: value / efficiency[depths[0]] for depth, value in efficiency.items()}
+
+
+def step_bound(folder: str, seconds: float = 0.02) -> float:
+    """Return the speed of a loop whose step takes 20 ms, over the speed that reading in no time would give."""
+    files = Files.open(f"{folder}/contiguous/train")
+    order = SampleOrder(SAMPLES - 1, 2, shuffle=True)
+    loader, count = native(files, order, 1), 0
+    next(loader.epoch(0))
+    start = time.perf_counter()
+    for epoch in (1, 2, 3):
+        for _ in loader.epoch(epoch):
+            time.sleep(seconds)
+            count += 1
+    return count * seconds / (time.perf_counter() - start)
+
+
+def training_wait(folder: str) -> list[float]:
+    """Return `data_wait_frac` of each epoch of a training run whose computation takes most of the time."""
+    write_shape(f"{folder}/train", (20, 64, 128), samples=321)
+    flags = [
+        "--config=demo", *path_flags(f"{folder}/train"), "--expdir", folder, "--num_data_workers=1", "--num_iters=120",
+        "--global_batch_size=8", "--n_in_channels=20", "--n_out_channels=20", "--plot_channels=None",
+    ]  # fmt: skip
+    return [line["data_wait_frac"] for line in train_here(flags) if line["event"] == "epoch"]
+
+
+def ratios(rounds: list[dict[str, dict[str, float]]]) -> dict[str, list[float]]:
+    """Return, round by round, the speed of each case over that of the raw read and of the stock loader."""
+    out: dict[str, list[float]] = {}
+    for results in rounds:
+        raw = results["contiguous, preadv"]["GB/s"]
+        for case, result in results.items():
+            out.setdefault(f"{case} over preadv", []).append(result["GB/s"] / raw)
+        for key, case in (("native_over_preadv", "native 1"), ("dali_over_preadv", "DALI")):
+            out.setdefault(key, []).append(results[f"contiguous, {case}"]["GB/s"] / raw)
+        stock = results["contiguous, stock 0"]["GB/s"]
+        out.setdefault("native_over_stock", []).append(results["contiguous, native 1"]["GB/s"] / stock)
+    return out
+
+
+def table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
+    """Return the README's table: GB/s of each case on each layout."""
+    names = list(cases("contiguous"))
+    lines = ["| GB/s | " + " | ".join(f"`{layout}`" for layout in LAYOUTS) + " |", "|---|" + "---|" * len(LAYOUTS)]
+    for name in names:
+        cells = [figures.get(f"{layout}, {name}, GB/s") for layout in LAYOUTS]
+        lines.append(f"| {name} | " + " | ".join("" if x is None else f"{x:.2g}" for x in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, help="file for the record")
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of every case (3)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print("writing files ...", flush=True)
+        write_files(folder)
+        rounds = warm(folder, args.rounds)
+        measured = {
+            **{f"{case}, {what}": [r[case][what] for r in rounds] for case in rounds[0] for what in rounds[0][case]},
+            **ratios(rounds),
+            "data_wait_frac": training_wait(folder),
+            "of a loop bound by a step of 20 ms": [step_bound(folder) for _ in range(args.rounds)],
+        }
+        for _ in range(args.rounds):
+            for depth, value in cold(folder, (1, 2, 4, 8, 16)).items():
+                measured.setdefault(f"cold, read_depth {depth}, of what it allows", []).append(value)
+    figures = {name: statistics.median(values) for name, values in measured.items()}
+    spread = {name: [min(values), max(values)] for name, values in measured.items()}
+    shown = [name for name in figures if not name.endswith(("GB/s", "s/GB", "batch s"))]
+    for name in sorted(shown, key=lambda name: "_" not in name):
+        print(f"{name:55} {figures[name]:6.3f}  {spread[name][0]:6.3f} to {spread[name][1]:6.3f}")
+    print(table(figures, spread))
+    if args.json:
+        write_record(args.json, figures, spread)
+
+
+if __name__ == "__main__":
+    main()

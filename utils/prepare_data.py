@@ -1,0 +1,284 @@
+"""Make training files of an archive (NetCDF, Zarr or GRIB), and check a folder of them.
+
+    python -m utils.prepare_data msl_*.nc vo850_*.nc --out data/mine --valid_from 2026-02-01
+    python -m utils.prepare_data era5.zarr --out data/mine --channels t2m=2m_temperature z500=geopotential@500
+    python -m utils.prepare_data check data/mine
+
+The first two write OUT/train/YEAR.h5, and OUT/valid and OUT/test from the given dates on, with `time`, `latitude`,
+`longitude`, names and units, and OUT/stats of the training part (utils/dataset_writer.py has the layout). Rows are put
+in order from the north, columns from 0 degrees east; no value is changed.
+
+The archive is read once, in blocks of time, in bounded memory. OUT appears when it is complete. A run that was
+interrupted goes on after the last complete file when the same command is given again; one that found a fault in the
+data leaves nothing behind.
+
+It reads through xarray: `pip install -r requirements-prepare.txt`.
+"""
+
+import argparse
+import fcntl
+import json
+import shutil
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from utils.archive import Archive, date
+from utils.data_check import check
+from utils.dataset_writer import LAYOUTS, DatasetWriter, cannot_write, check_new, check_space, put_in_place
+
+MEMORY_GB = 1.0
+
+
+def prepare(
+    inputs: list[str],
+    out: str | Path,
+    channels: list[str] | None = None,
+    valid_from: str | None = None,
+    test_from: str | None = None,
+    fill: dict[str, float] | None = None,
+    allow_gaps: bool = False,
+    dtype: str = "float32",
+    layout: str = "contiguous",
+    memory_gb: float = MEMORY_GB,
+    overwrite: bool = False,
+) -> str:
+    """Write a data set, and return a phrase on what was written.
+
+    Args:
+        inputs: files of the archive, in any order.
+        channels: see utils.archive.find; all that the files hold by default.
+        valid_from, test_from: dates from which on the data are for validation, and for tests.
+        fill: values that take the place of missing ones, by channel. Elsewhere missing values are refused.
+        memory_gb: size of a block; one channel of it lies in memory once more.
+
+    Raises ValueError, in one line with the remedy, for what is wrong with the archive (see Archive.open), missing
+    values, values that float16 cannot hold, and a folder that exists or cannot be written.
+    """
+    out, fill = Path(out), fill or {}
+    check_new(out, overwrite)
+    archive = Archive.open(inputs, channels, allow_gaps)
+    names = [channel.name for channel in archive.channels]
+    for name in fill:
+        if name not in names:
+            raise ValueError(f"--fill names {name!r}, which is no channel: they are {', '.join(names)}")
+    files = split(archive.times, valid_from, test_from)
+    shape = (len(names), len(archive.latitude), len(archive.longitude))
+    frame = int(np.prod(shape)) * 4
+    steps = max(1, int(memory_gb * 1e9) // frame)
+    size = len(archive.times) * frame * np.dtype(dtype).itemsize // 4
+    inputs_now = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in inputs]
+    request = [inputs_now, channels, valid_from, test_from, fill, allow_gaps, dtype, layout]
+    missing, step = dict.fromkeys(names, 0), np.diff(archive.times)
+    gap = np.append(False, step > step.min())  # between a time step and the one before
+    with _Unfinished(out, request, size if layout != "gzip" else 0) as scratch:
+        units = [channel.units for channel in archive.channels]
+        writer = DatasetWriter(scratch.new, names, units, archive.latitude, archive.longitude, dtype, layout)
+        done = scratch.resume(writer, missing)
+        with writer, tqdm(total=len(archive.times), desc="time steps", disable=None) as progress:
+            for name, start, stop in files:
+                if name in done:
+                    progress.update(stop - start)
+                    continue
+                writer.add_file(name, archive.times[start:stop])
+                for first in range(start, stop, steps):
+                    last = min(first + steps, stop)
+                    block = _read(archive, first, last, fill, missing, dtype)
+                    for t, values in zip(range(first, last), block):
+                        writer.write(name, t - start, torch.from_numpy(values), gap=bool(gap[t]))
+                        progress.update()
+                writer.close(name)
+                done.append(name)
+                scratch.save(writer, done, missing)
+        scratch.finish()
+    kinds = {name.split("/")[0]: 0 for name, *_ in files}
+    for name, start, stop in files:
+        kinds[name.split("/")[0]] += stop - start
+    parts = ", ".join(f"{count:,} in {kind}" for kind, count in kinds.items())
+    filled = ", ".join(f"{count:,} of {name}" for name, count in missing.items() if count)
+    return (
+        f"{len(archive.times):,} time steps of {' x '.join(map(str, shape))} {dtype} to {out} ({parts}); "
+        f"missing values: {f'{filled}, filled' if filled else 'none'}; channels: {' '.join(names)}"
+    )
+
+
+def split(times: np.ndarray, valid_from: str | None, test_from: str | None) -> list[tuple[str, int, int]]:
+    """Return the files to write, (kind/year, first step, last step + 1), in the order of time.
+
+    Raises ValueError for a date that is none, and where no two steps are left to train on.
+    """
+    starts = [("train", -np.inf)]
+    for kind, text in (("valid", valid_from), ("test", test_from)):
+        if text is not None:
+            try:
+                when = datetime.fromisoformat(text)
+            except ValueError:
+                raise ValueError(f"--{kind}_from is {text!r}: it takes a date such as 2018-01-01") from None
+            starts.append((kind, when.replace(tzinfo=when.tzinfo or timezone.utc).timestamp()))
+    if [when for _, when in starts] != sorted(when for _, when in starts):
+        raise ValueError(f"--valid_from {valid_from} comes after --test_from {test_from}: take a later one for tests")
+    years = times.astype("datetime64[s]").astype("datetime64[Y]").astype(int) + 1970
+    kinds = np.searchsorted([when for _, when in starts[1:]], times, side="right")
+    if (kinds == 0).sum() < 2:
+        raise ValueError(
+            f"{(kinds == 0).sum()} time step(s) are left for training, of {date(times[0])} to {date(times[-1])}: "
+            f"take a later --{starts[1][0]}_from"
+        )
+    bounds = [0, *(np.flatnonzero((np.diff(years) != 0) | (np.diff(kinds) != 0)) + 1).tolist(), len(times)]
+    return [(f"{starts[kinds[a]][0]}/{years[a]}", a, b) for a, b in zip(bounds, bounds[1:])]
+
+
+def _read(archive: Archive, first: int, last: int, fill: dict, missing: dict, dtype: str) -> np.ndarray:
+    """Return a block [T, C, H, W]; count and fill missing values. Raises ValueError for those that may not be."""
+    H, W = len(archive.latitude), len(archive.longitude)
+    block = np.empty((last - first, len(archive.channels), H, W), dtype)
+    for c, channel in enumerate(archive.channels):
+        values = archive.read(channel, first, last)
+        bad = ~np.isfinite(values)
+        count = int(bad.sum())
+        if count and channel.name not in fill:
+            t, y, x = np.argwhere(bad)[0]
+            where = f"{date(archive.times[first + t])}, {archive.latitude[y]:g}N {archive.longitude[x]:g}E"
+            raise ValueError(
+                f"{channel.name} has {count:,} missing or infinite values in a block of {last - first} steps, the "
+                f"first at {where}: leave the channel out, or give --fill {channel.name}=VALUE"
+            )
+        if count:
+            missing[channel.name] += count
+            values = np.where(bad, fill[channel.name], values)
+        with np.errstate(over="ignore"):
+            block[:, c] = values
+        if dtype == "float16" and not np.isfinite(block[:, c]).all():
+            raise ValueError(
+                f"{channel.name} reaches {np.abs(values).max():.6g}, and float16 ends at 65504: take --dtype float32"
+            )
+    return block
+
+
+class _Unfinished:
+    """The folder in which a data set grows: kept when the run is interrupted, removed when the data are at fault."""
+
+    def __init__(self, out: Path, request: list, size: int):
+        self.out, self.request = out.resolve(), json.loads(json.dumps(request))
+        self.folder = self.out.with_name(f".{self.out.name}-unfinished")
+        self.new, self.state = self.folder / "new", self.folder / "state.json"
+        self.size = size
+
+    def __enter__(self) -> "_Unfinished":
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = (self.folder / "lock").open("w")
+        except OSError as error:
+            raise cannot_write(self.out, error) from None
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another run is writing {self.out}: wait for it, or give another --out") from None
+        self.known = json.loads(self.state.read_text()) if self.state.exists() else {}
+        if self.known.get("request") != self.request:
+            if self.known:
+                print(f"An unfinished {self.out} was made of other data or with other flags: starting afresh")
+            self.known = {}
+            shutil.rmtree(self.new, ignore_errors=True)
+            self.state.unlink(missing_ok=True)
+            self.new.mkdir()
+            try:
+                check_space(self.out, self.folder, self.size, "fewer files or channels")
+            except ValueError:
+                shutil.rmtree(self.folder)
+                raise
+        return self
+
+    def resume(self, writer: DatasetWriter, missing: dict[str, int]) -> list[str]:
+        """Return the files that an interrupted run left complete; take over its sums and counts."""
+        if not self.known:
+            return []
+        writer.load(self.folder / self.known["sums"])
+        missing.update(self.known["missing"])
+        print(f"Going on with an unfinished {self.out}: {len(self.known['done'])} file(s) are complete")
+        return self.known["done"]
+
+    def save(self, writer: DatasetWriter, done: list[str], missing: dict[str, int]) -> None:
+        """Note that the files `done` are complete."""
+        # The sums first, under a name of their own, and then the note that names them: both are of one moment.
+        sums = self.folder / f"sums-{len(done)}.npz"
+        writer.save(sums)
+        part = self.state.with_suffix(".part")
+        part.write_text(json.dumps({"request": self.request, "done": done, "missing": missing, "sums": sums.name}))
+        part.rename(self.state)
+        for old in set(self.folder.glob("sums-*.npz")) - {sums}:
+            old.unlink()
+
+    def finish(self) -> None:
+        """Put the complete data set in its place."""
+        put_in_place(self.new, self.out, self.folder / "old")
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self.lock.close()
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Returns its exit code: 0, 1 where a check found faults, or 2 after a line on what is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv[:1] == ["check"]:
+            return _main_check(argv[1:])
+        written = prepare(**_arguments(argv))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted: the same command goes on after the last complete file", file=sys.stderr)
+        return 130
+    print(f"Wrote {written}")
+    return 0
+
+
+def _main_check(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m utils.prepare_data check", allow_abbrev=False)
+    parser.add_argument("folder", help="a data set, or one folder of *.h5 files")
+    return check(parser.parse_args(argv).folder)
+
+
+def _arguments(argv: list[str]) -> dict:
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.prepare_data",
+        description=__doc__.split("\n")[0] + " `python -m utils.prepare_data check FOLDER` checks one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("inputs", nargs="+", help="NetCDF or GRIB files, Zarr folders; each holds what it likes")
+    parser.add_argument("--out", required=True, help="folder to create")
+    parser.add_argument(
+        "--channels", nargs="+", metavar="NAME[=VARIABLE[@LEVEL]]", help="what to take, in this order (all there is)"
+    )
+    parser.add_argument("--valid_from", metavar="DATE", help="the data from this date on are for validation")
+    parser.add_argument("--test_from", metavar="DATE", help="those from this date on are for tests")
+    parser.add_argument(
+        "--fill", nargs="+", default=[], metavar="NAME=VALUE", help="value for missing ones, by channel"
+    )
+    parser.add_argument("--allow_gaps", action="store_true", help="times may be missing; no sample will span a gap")
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="(float32)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="contiguous", help="HDF5 storage (contiguous: fastest)")
+    parser.add_argument("--memory_gb", type=float, default=MEMORY_GB, help=f"size of a block in memory ({MEMORY_GB:g})")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    given = vars(parser.parse_args(argv))
+    fill = {}
+    for text in given["fill"]:
+        name, _, value = text.partition("=")
+        try:
+            fill[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--fill {text!r}: it takes NAME=VALUE, such as sst=271.35") from None
+    if not given["memory_gb"] > 0:
+        raise ValueError(f"--memory_gb is {given['memory_gb']:g}: it takes more than 0")
+    return {**given, "fill": fill}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,6 +13,8 @@ under way at once hide? Training: how long does the loop wait for data?
 
 import argparse
 import contextlib
+import itertools
+import logging
 import math
 import os
 import statistics
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import h5py
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.data import path_flags, train_here
 from benchmarks.record import write_record
@@ -97,11 +99,14 @@ class Stock:
     """PyTorch's DataLoader."""
 
     def __init__(self, files: Files, order: SampleOrder, workers: int):
-        self.order, self.pairs, self.workers = order, Pairs(files.paths[0]), workers
+        self.order, self.samples = order, []
+        # Spawned: a process that has threads (those of other loaders here) must not fork.
+        more = {"multiprocessing_context": "spawn", "persistent_workers": True} if workers else {}
+        self.loader = DataLoader(Pairs(files.paths[0]), B, sampler=self.samples, num_workers=workers, **more)
 
     def epoch(self, epoch: int) -> Iterator[list[torch.Tensor]]:
-        subset = Subset(self.pairs, self.order.epoch(epoch).ravel().tolist())
-        yield from DataLoader(subset, batch_size=B, num_workers=self.workers)
+        self.samples[:] = self.order.epoch(epoch).ravel().tolist()
+        yield from self.loader
 
 
 def native(files: Files, order: SampleOrder, workers: int, depth: int | None = None, kind=Loader, **more) -> Loader:
@@ -163,6 +168,7 @@ def warm(folder: str, rounds: int) -> list[dict[str, dict[str, float]]]:
             files = Files.open(f"{folder}/{layout}/train")
             order = SampleOrder(SAMPLES - 1, B, shuffle=True)
             for name, make in cases(layout).items():
+                print(f"\r{layout}, {name}".ljust(40), end="", flush=True)
                 results[-1][f"{layout}, {name}"] = measure(make, files, order)
     return results
 
@@ -193,17 +199,20 @@ def cold(folder: str, depths: tuple[int, ...]) -> dict[int, float]:
 
 
 def step_bound(folder: str, seconds: float = 0.02) -> float:
-    """Return the speed of a loop whose step takes 20 ms, over the speed that reading in no time would give."""
+    """Return the speed of a loop whose step takes 20 ms, over that of the same loop with one batch in memory."""
     files = Files.open(f"{folder}/contiguous/train")
-    order = SampleOrder(SAMPLES - 1, 2, shuffle=True)
-    loader, count = native(files, order, 1), 0
-    next(loader.epoch(0))
-    start = time.perf_counter()
-    for epoch in (1, 2, 3):
-        for _ in loader.epoch(epoch):
+    loader = native(files, SampleOrder(SAMPLES - 1, 2, shuffle=True), 1)
+    *_, batch = loader.epoch(0)
+
+    def loop(batches: Iterator) -> float:
+        start = time.perf_counter()
+        for _ in batches:
             time.sleep(seconds)
-            count += 1
-    return count * seconds / (time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    epochs = range(1, 5)
+    fed = loop(itertools.chain.from_iterable(map(loader.epoch, epochs)))
+    return loop(itertools.repeat(batch, len(epochs) * len(loader))) / fed
 
 
 def training_wait(folder: str) -> list[float]:
@@ -245,6 +254,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the record")
     parser.add_argument("--rounds", type=int, default=3, help="repeats of every case (3)")
     args = parser.parse_args()
+    logging.disable()
     with tempfile.TemporaryDirectory() as folder:
         print("writing files ...", flush=True)
         write_files(folder)

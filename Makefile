@@ -13,9 +13,11 @@ VENV ?= .venv
 ifeq ($(VENV),system)
 PYTHON ?= python3
 READY :=
+TOOLS :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/installed
+TOOLS := $(VENV)/tools-installed
 endif
 
 .PHONY: help demo test lint format readme figures benchmark certificate mutations combinations simulate clean
@@ -34,14 +36,14 @@ demo: data/demo
 data/demo: | $(READY)
 	$(PYTHON) -m utils.sample_data
 
-test: $(READY)
+test: $(TOOLS)
 	PYTHON=$(PYTHON) tests/run_tests.sh
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-format: $(READY)
+format: $(TOOLS)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
@@ -49,15 +51,17 @@ format: $(READY)
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py
 
-# The README's pictures: what `make demo` drew last, the grid, the mappings, the roofline.
+# The README's pictures: what `make demo` drew last, the grid, the mappings, the roofline, the loader's speed.
 figures: demo
 	$(PYTHON) docs/figures/draw.py
 	$(PYTHON) docs/figures/roofline.py
+	$(PYTHON) docs/figures/loading.py
 	cp runs/demo/1GPU/00/pictures/vor_upper.png docs/figures/demo_forecast.png
 
-benchmark: data/demo
+benchmark: data/demo $(TOOLS)
 	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json
 	$(PYTHON) benchmarks/step.py --json benchmarks/results/step.json
+	$(PYTHON) benchmarks/loader.py --json benchmarks/results/loader.json
 
 # Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 13 minutes on 2 cores.
 certificate: $(READY)
@@ -78,9 +82,14 @@ simulate: $(READY)
 clean:
 	rm -rf .venv data runs .pytest_cache .ruff_cache
 
-$(VENV)/installed: requirements.txt requirements-dev.txt
+$(VENV)/installed: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: Python 3.11 or newer is needed, and python3 is $$(python3 -V): load another, or use VENV=system"; exit 1; }
 	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements.txt
+	touch $@
+
+# The tests' tools, and every extra that they try.
+$(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt $(READY)
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
 	touch $@

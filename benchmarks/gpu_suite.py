@@ -1,6 +1,6 @@
-"""What only a GPU can show, in one call: tests, the ladder of optimisations, graphs, attention kernels, memory.
+"""What only a GPU can show, in one call: tests, the ladder of optimisations, graphs, attention, memory, loaders.
 
-    python benchmarks/gpu_suite.py --json FILE [--skip tests ladder graphs attention memory]
+    python benchmarks/gpu_suite.py --json FILE [--skip tests ladder graphs attention memory loader]
 
 Ladder: none, TF32, bf16, fused optimiser, compilation, for the sections `base` and `mp`, on random data of the full
 size; graphs are the rung above. Each part writes the file anew: if time runs out, what was measured stays.
@@ -12,6 +12,7 @@ import itertools
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.bench import Bench
+from benchmarks.data import path_flags
 from benchmarks.record import write_record
 from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention
+from utils.config import load_config
+from utils.sample_data import write_shape
+from utils.weather_data import WeatherData
 
 ROOT = Path(__file__).resolve().parent.parent
 LADDER = {
@@ -174,7 +179,51 @@ def memory(figures: dict, spread: dict, kernels: dict) -> None:
             clean_up()
 
 
-PARTS = {"tests": tests, "ladder": ladder, "graphs": graphs, "attention": attention_kernels, "memory": memory}
+def loader(figures: dict, spread: dict, kernels: dict) -> None:
+    """Measure the loop of `base` in bf16 with each way to read, over the same step fed from memory."""
+    ways = {
+        "in the loop": [], "1 worker": ["--num_data_workers=1"], "4 workers": ["--num_data_workers=4"],
+        "dali, 4 workers": ["--num_data_workers=4", "--data_loader_config=dali"],
+    }  # fmt: skip
+    flags = [*SECTIONS["base"], *PLAIN, "--amp_mode=bf16", "--enable_fused", "--enable_jit"]
+    bench, epochs = Bench(flags), 4
+    bench.is_timed = False  # no clock at its parts
+    with tempfile.TemporaryDirectory() as folder:
+        write_shape(f"{folder}/data", (20, 360, 720), samples=129)  # 8 iterations an epoch
+        for name, more in ways.items():
+            config = load_config([*flags, *path_flags(f"{folder}/data"), "--data_loader_config=pytorch", *more])[0]
+            try:
+                data = WeatherData(config.with_batches(1), bench.device)
+            except ValueError as error:  # DALI is not installed
+                print(f"loader, {name}: {error}")
+                continue
+            ratios = []
+            for first in range(1, 1 + 3 * epochs, epochs):
+                seconds = []
+                for fed in (False, True):
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    for epoch in range(first, first + epochs):
+                        for batch in itertools.repeat(None, 8) if fed else data.train_loader.epoch(epoch):
+                            bench.step(*(bench.batch if fed else data.to_device(batch)))
+                            bench.update(1e-4)
+                    torch.cuda.synchronize()
+                    seconds.append(time.perf_counter() - start)
+                ratios.append(seconds[1] / seconds[0])
+                rate = 8 * epochs * len(bench.batch[0]) / seconds[0]
+            key = f"loader, {name}: of the step fed from memory"
+            figures[key], spread[key] = statistics.median(ratios), [min(ratios), max(ratios)]
+            figures[f"loader, {name}: samples_per_sec"] = rate
+            print(f"{key}: {figures[key]:.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
+            del data
+    del bench
+    clean_up()
+
+
+PARTS = {
+    "tests": tests, "ladder": ladder, "graphs": graphs, "attention": attention_kernels, "memory": memory,
+    "loader": loader,
+}  # fmt: skip
 
 
 def main() -> None:

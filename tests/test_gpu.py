@@ -1,5 +1,7 @@
 """What only a GPU can show. Skipped elsewhere; `pytest -m gpu` runs these."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,12 @@ import train_mp_graphs
 from distributed import mappings
 from distributed.helpers import GridScaler
 from networks.attention import BACKENDS, attention, check_attention
-from tests.helpers import losses, records, run_here, tiny_flags
+from tests.helpers import fields, losses, records, run_here, tiny_flags, write_data, write_file
+from utils.config import load_config
 from utils.device import EXPANDABLE, allocator_settings, allow_tf32, pick_device
 from utils.launch import World, join
 from utils.profiling import peak_flops
+from utils.weather_data import WeatherData
 
 pytestmark = pytest.mark.gpu
 
@@ -58,6 +62,44 @@ def test_flags_follow_float32(tiny, flags):
     np.testing.assert_allclose(losses(folder), plain, rtol=0.02)
     last = records(folder, "epoch")[-1]
     assert last["mfu"] > 0 and last["peak_memory_gb"] > 0
+
+
+def batches(folder, kind, *flags):
+    """The batches of two epochs of training and one of validation, normalised, on the host."""
+    config = load_config(tiny_flags(folder, "--global_batch_size", "2", *flags))[0].with_batches(1)
+    data = WeatherData(config, torch.device(kind))
+    loaders = [data.train_loader.epoch(0), data.train_loader.epoch(1), data.valid_loader.epoch()]
+    for batch in itertools.chain.from_iterable(loaders):
+        yield data, batch, data.to_device(batch)
+
+
+@pytest.mark.parametrize("layout", [{}, {"compression": "gzip"}])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num_data_workers", "0"],
+        ["--num_data_workers", "3"],
+        ["--num_data_workers", "2", "--read_depth", "9", "--enable_jit"],
+        ["--num_data_workers", "2", "--data_loader_config", "dali"],
+    ],
+)
+def test_batches_on_the_gpu(tmp_path, flags, dtype, layout):
+    """Late copies, too: each waits, and a buffer must not be filled again before."""
+    if "dali" in flags:
+        pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    write_data(tmp_path, **layout)
+    for path in tmp_path.glob("*/*.h5"):
+        write_file(path, fields(9, 3, 17, 32, seed=len(path.name)).astype(dtype), **layout)
+    kept = []
+    for data, batch, fields_on_gpu in batches(tmp_path, "cuda", *flags):
+        kept.append([x.clone() for x in fields_on_gpu])
+        assert batch.is_normalised or (batch.inp.is_pinned() and batch.target.is_pinned())
+        with torch.cuda.stream(data.copy_stream):
+            torch.cuda._sleep(20_000_000)  # some ms: the next copy starts late
+    for got, (_, _, wanted) in zip(kept, batches(tmp_path, "cpu", "--device", "cpu"), strict=True):
+        for x, y in zip(got, wanted):
+            torch.testing.assert_close(x.cpu(), y, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

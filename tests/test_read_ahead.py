@@ -100,6 +100,14 @@ def test_as_many_reads_as_asked_are_under_way():
         together.abort()
 
 
+def test_a_reader_can_be_the_one_to_end_it():
+    """The garbage collector runs in any thread, also in one that reads: it must not wait for itself."""
+    plan = lambda slot: [Job(slot, 0, 0, 0, 0, None)]  # noqa: E731
+    ahead = ReadAhead(2, [lambda job: ahead.__exit__()] * 2, plan)
+    wait_until(lambda: not any(thread.is_alive() for thread in ahead.threads))
+    assert ahead.error is None
+
+
 def test_enough_slots_for_the_depth(tiny):
     for batch, depth, slots in (("8", "4", 3), ("1", "2", 3), ("1", "7", 6)):
         flags = ["--num_data_workers", "1", "--global_batch_size", batch, "--read_depth", depth]

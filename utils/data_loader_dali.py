@@ -7,6 +7,7 @@ batches ahead. Without a GPU its CPU backend does the same.
 DALI is an extra: `pip install -r requirements-dali.txt`.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -79,15 +80,16 @@ class DaliLoader(Loader):
                 outputs.append(fn.normalize(x, mean=mean, stddev=std, axes=[1, 2]))
             pipeline.set_outputs(*outputs)
         pipeline.build()
-        return self._run(pipeline, fed)
+        return self._run(pipeline, raw, fed)
 
-    def _run(self, pipeline, fed: deque[Batch]) -> Iterator[Batch]:
+    def _run(self, pipeline, raw: Iterator[Batch], fed: deque[Batch]) -> Iterator[Batch]:
         """Yield what the pipeline makes of the batches that it was fed."""
-        while True:
-            # On a GPU the outputs are in order with what the current stream does next, and nobody waits here.
-            stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-            outputs = [torch.from_dlpack(out.as_tensor()) for out in pipeline.run(stream)]
-            batch = fed.popleft()
-            batch.copied = stream and stream.record_event()
-            inp, target = outputs
-            yield replace(batch, inp=inp, target=target, counts=batch.counts.clone(), is_normalised=True)
+        with contextlib.closing(raw):  # the pipeline, which refers to itself, would keep it alive for a while
+            while True:
+                # On a GPU the outputs are in order with what the current stream does next, and nobody waits here.
+                stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+                outputs = [torch.from_dlpack(out.as_tensor()) for out in pipeline.run(stream)]
+                batch = fed.popleft()
+                batch.copied = stream and stream.record_event()
+                inp, target = outputs
+                yield replace(batch, inp=inp, target=target, counts=batch.counts.clone(), is_normalised=True)

@@ -60,8 +60,10 @@ class ReadAhead:
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
-        for thread in self.threads:
-            thread.join()
+        # The garbage collector may call this in any thread, and one of the readers cannot wait for itself.
+        if threading.current_thread() not in self.threads:
+            for thread in self.threads:
+                thread.join()
 
     def _work(self, read: Callable[[Job], None]) -> None:
         try:

@@ -1,0 +1,395 @@
+"""From archives to training files: the same numbers, in bounded memory, all or nothing; and the check of a folder."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.helpers import ERA5, ROOT, clean_environment, fields, losses, run_here, write_data, write_file
+from utils import prepare_data
+from utils.archive import Archive, find
+from utils.data_check import check
+from utils.prepare_data import main
+
+xarray = pytest.importorskip("xarray", reason="xarray is not installed: pip install -r requirements-prepare.txt")
+
+LATITUDE, LONGITUDE = np.linspace(90, -90, 9), np.arange(16) * 22.5
+HOUR = np.timedelta64(1, "h")
+
+
+def dataset(
+    start="2000-12-25", steps=40, step=6, latitude=LATITUDE, longitude=LONGITUDE, levels=(500.0, 850.0), seed=0
+):
+    """An archive's data set: `t2m`, and `z` at two levels."""
+    times = np.datetime64(start, "ns") + np.arange(steps) * step * HOUR
+    grid = {"latitude": latitude, "longitude": longitude}
+    data = fields(steps, 3, len(latitude), len(longitude), seed)
+    axes = ("time", "latitude", "longitude")
+    return xarray.Dataset(
+        {
+            "t2m": (axes, data[:, 0], {"units": "K"}),
+            "z": (("time", "level", *axes[1:]), data[:, 1:], {"units": "m**2 s**-2"}),
+        },
+        {"time": times, "level": ("level", list(levels), {"units": "hPa"}), **grid},
+    )
+
+
+def write(folder, data, name="a.nc"):
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    data.to_zarr(path, consolidated=False) if path.suffix == ".zarr" else data.to_netcdf(path)
+    return str(path)
+
+
+def read(folder):
+    """All arrays of a data set, by file."""
+    found = {}
+    for path in sorted(folder.rglob("*.*")):
+        if path.suffix == ".npy":
+            found[path.name] = np.load(path)
+        else:
+            with h5py.File(path) as file:
+                found[f"{path.parent.name}/{path.name}"] = {
+                    **{name: file[name][:] for name in file},
+                    **{name: list(value) for name, value in file["fields"].attrs.items()},
+                }
+    return found
+
+
+def same(a, b):
+    np.testing.assert_equal(a, b)
+    return True
+
+
+@pytest.mark.skipif(not ERA5.exists(), reason=f"the ERA5 sample is not at {ERA5}")
+def test_real_archive_files_give_the_real_training_file(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main([*(str(path) for path in sorted((ERA5 / "raw").glob("*.nc"))), "--out", str(out)]) == 0
+    assert "124 time steps of 2 x 73 x 144 float32" in capsys.readouterr().out
+    made = read(out)
+    with h5py.File(ERA5 / "train/2025.h5") as file:
+        expected = file["fields"][:]
+        for name in ("fields", "time", "latitude", "longitude"):
+            assert np.array_equal(made["train/2025.h5"][name], file[name][:])
+            assert made["train/2025.h5"][name].dtype == file[name].dtype
+        for name in ("channel_names", "units"):
+            assert made["train/2025.h5"][name] == list(file["fields"].attrs[name])
+    wide = expected.astype(np.float64)
+    change = np.diff(wide, axis=0)
+    for name, value in (
+        ("global_means", wide.mean((0, 2, 3))[:, None, None]),
+        ("global_stds", wide.std((0, 2, 3))[:, None, None]),
+        ("time_means", wide.mean(0)),
+        ("time_diff_stds", change.std((0, 2, 3))[:, None, None]),
+    ):
+        np.testing.assert_allclose(made[f"{name}.npy"], value[None], rtol=2e-6, atol=1e-12)
+        assert made[f"{name}.npy"].dtype == np.float32
+
+
+def test_what_was_made_trains(tmp_path):
+    path = write(tmp_path / "raw", dataset(latitude=np.linspace(90, -90, 17), longitude=np.arange(32) * 11.25))
+    assert main([path, "--out", str(tmp_path / "data"), "--valid_from", "2001-01-01"]) == 0
+    from tests.helpers import tiny_flags
+
+    (tmp_path / "data/tiny.yaml").unlink(missing_ok=True)
+    values = losses(run_here(tiny_flags(tmp_path / "data", "--num_iters", "4")))
+    assert len(values) == 4 and np.isfinite(values).all()
+
+
+def test_years_kinds_names_and_units(tmp_path):
+    raw = dataset(steps=80)
+    path = write(tmp_path / "raw", raw)
+    out = tmp_path / "out"
+    assert main([path, "--out", str(out), "--valid_from", "2001-01-05", "--test_from", "2001-01-10T12:00"]) == 0
+    made = read(out)
+    counts = {name: len(file["time"]) for name, file in made.items() if name.endswith(".h5")}
+    assert counts == {"train/2000.h5": 28, "train/2001.h5": 16, "valid/2001.h5": 22, "test/2001.h5": 14}
+    first = made["train/2000.h5"]
+    assert first["channel_names"] == ["t2m", "z500", "z850"] and first["units"] == ["K", "m2 s-2", "m2 s-2"]
+    everything = np.concatenate([made[name]["fields"] for name in counts])
+    assert np.array_equal(everything[:, 0], raw.t2m.values) and np.array_equal(everything[:, 1:], raw.z.values)
+    wide = everything[:44].astype(np.float64)
+    np.testing.assert_allclose(made["global_stds.npy"][0, :, 0, 0], wide.std((0, 2, 3)), rtol=1e-6)
+    change = np.concatenate([np.diff(wide[:28], axis=0), np.diff(wide[28:], axis=0)])  # none from file to file
+    np.testing.assert_allclose(made["time_diff_stds.npy"][0, :, 0, 0], change.std((0, 2, 3)), rtol=1e-6)
+
+
+def test_any_division_into_files_any_engine_any_orientation_any_block(tmp_path):
+    raw = dataset()
+    whole = tmp_path / "whole"
+    assert main([write(tmp_path / "raw", raw), "--out", str(whole)]) == 0
+    expected = read(whole)
+    parts = [
+        write(tmp_path / "parts", raw[["t2m"]].isel(time=slice(None, 7)).rename(time="valid_time"), "1.nc"),
+        write(tmp_path / "parts", raw[["t2m"]].isel(time=slice(7, None)), "2.nc"),
+        write(tmp_path / "parts", raw[["z"]].isel(level=1), "3.nc"),
+        write(tmp_path / "parts", raw[["z"]].isel(level=slice(0, 1), time=slice(20, None)), "4.zarr"),
+        write(tmp_path / "parts", raw[["z"]].isel(level=slice(0, 1), time=slice(None, 20)), "5.nc"),
+    ]
+    turned = raw.isel(latitude=slice(None, None, -1)).roll(longitude=8, roll_coords=True)
+    turned = turned.assign_coords(longitude=(turned.longitude + 180) % 360 - 180).rename(
+        latitude="lat", longitude="lon"
+    )
+    pascal = turned.assign_coords(level=("level", [50000.0, 85000.0], {"units": "Pa"})).rename(level="plev")
+    names = ["t2m", "z500", "z850"]
+    for name, inputs, more in (
+        ("divided", parts, ["--channels", *names]),
+        ("turned", [write(tmp_path / "raw", turned, "turned.nc")], []),
+        ("pascal", [write(tmp_path / "raw", pascal.transpose("lon", "plev", "time", "lat"), "pascal.nc")], []),
+        ("small blocks", [write(tmp_path / "raw", raw, "b.zarr")], ["--memory_gb", "1e-6"]),
+    ):
+        assert main([*inputs, "--out", str(tmp_path / name), *more]) == 0
+        assert same(read(tmp_path / name), expected), name
+
+
+def test_memory_is_bounded(tmp_path, monkeypatch):
+    seen, original = [], Archive.read
+    monkeypatch.setattr(Archive, "read", lambda self, c, a, b: seen.append(b - a) or original(self, c, a, b))
+    frame = 3 * 9 * 16 * 4
+    path = write(tmp_path / "raw", dataset())
+    assert main([path, "--out", str(tmp_path / "out"), "--memory_gb", str(10 * frame / 1e9)]) == 0
+    assert max(seen) == 10 and sum(seen) == 3 * 40  # each value once
+
+
+def test_grib(tmp_path):
+    cfgrib = pytest.importorskip("cfgrib.xarray_to_grib", reason="cfgrib is not installed")
+    raw = dataset(steps=6, levels=(500, 850)).rename(level="isobaricInhPa")
+    path = tmp_path / "a.grib"
+    for name, more in (("t2m", {"typeOfLevel": "surface"}), ("z", {})):
+        keys = {"edition": 2, "shortName": {"t2m": "2t", "z": "z"}[name], "gridType": "regular_ll", **more}
+        values = raw[[name]].drop_vars([] if name == "z" else ["isobaricInhPa"])
+        cfgrib.to_grib(values, str(path), grib_keys=keys, mode="ab")
+    assert main([str(path), "--out", str(tmp_path / "out"), "--channels", "t2m", "z500", "z850"]) == 0
+    made = read(tmp_path / "out")
+    got = np.concatenate([file["fields"] for name, file in made.items() if name.endswith(".h5")])
+    expected = np.concatenate([raw.t2m.values[:, None], raw.z.values], axis=1)
+    np.testing.assert_allclose(got, expected, atol=2e-3)  # packed into 16 bits
+
+
+def test_channels_by_name_and_level():
+    known = [("t2m", None), ("u10", None), ("z", 500.0), ("z", 850.0), ("vo", 850.0)]
+    for text, expected in (
+        ("t2m", ("t2m", ("t2m", None))),
+        ("z500", ("z500", ("z", 500.0))),
+        ("z@850", ("z850", ("z", 850.0))),
+        ("height=z@500", ("height", ("z", 500.0))),
+        ("vo", ("vo", ("vo", 850.0))),
+        ("u10m", ("u10m", ("u10", None))),
+        ("wind=u10", ("wind", ("u10", None))),
+    ):
+        assert find(text, known) == expected
+    for text, words in (("t850", "they hold"), ("z", "z@500, z@850"), ("z@low", "takes a number"), ("z700", "z@500")):
+        with pytest.raises(ValueError, match=words):
+            find(text, known)
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """An archive of three years, and the command that prepares it."""
+    path = write(tmp_path / "raw", dataset(start="2000-12-30", steps=1500))
+    return [path, "--out", str(tmp_path / "out"), "--memory_gb", "1e-4"]
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGKILL"])
+def test_an_interrupted_run_goes_on(tmp_path, interrupted, monkeypatch, capsys, how):
+    assert main([*interrupted[:2], str(tmp_path / "plain"), *interrupted[3:]]) == 0
+    original, seen = prepare_data._read, []
+
+    def stop(archive, first, *args):
+        if first >= 1000:  # in the second of two years and a bit
+            raise KeyboardInterrupt if how == "Ctrl-C" else AssertionError
+        return original(archive, first, *args)
+
+    if how == "Ctrl-C":
+        monkeypatch.setattr(prepare_data, "_read", stop)
+        assert main(interrupted) == 130
+        assert "the same command goes on" in capsys.readouterr().err
+    else:
+        code = (
+            "import os, sys; from utils import prepare_data; read = prepare_data._read\n"
+            "prepare_data._read = lambda a, i, *more: os.kill(os.getpid(), 9) if i >= 1000 else read(a, i, *more)\n"
+            "prepare_data.main(sys.argv[1:])"
+        )
+        command = [sys.executable, "-c", code, *interrupted]
+        assert subprocess.run(command, cwd=ROOT, env=clean_environment()).returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(prepare_data, "_read", lambda a, i, *more: seen.append(i) or original(a, i, *more))
+    assert main(interrupted) == 0
+    assert "1 file(s) are complete" in capsys.readouterr().out and min(seen) == 8
+    assert same(read(tmp_path / "out"), read(tmp_path / "plain"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain", "raw"]
+
+
+def test_an_unfinished_run_of_other_data_is_left_behind(tmp_path, interrupted, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "_read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(interrupted) == 130
+    with monkeypatch.context() as patch:
+        original = prepare_data._read
+        calls = []
+        patch.setattr(
+            prepare_data, "_read", lambda *a: original(*a) if len(calls) < 9 and not calls.append(0) else stop()
+        )
+
+        def stop():
+            raise KeyboardInterrupt
+
+        assert main(interrupted) == 130
+    assert main([*interrupted, "--channels", "z850"]) == 0
+    assert "starting afresh" in capsys.readouterr().out
+    assert read(tmp_path / "out")["train/2001.h5"]["channel_names"] == ["z850"]
+
+
+def test_missing_values_are_refused_or_filled_and_counted(tmp_path, capsys):
+    raw = dataset()
+    raw.t2m[3, 2, 5] = np.nan
+    raw.t2m[9, 2, 5] = np.inf
+    path = write(tmp_path / "raw", raw)
+    out = ["--out", str(tmp_path / "out")]
+    assert main([path, *out]) == 2
+    error = capsys.readouterr().err
+    assert "t2m has 2 missing or infinite values" in error and "2000-12-25T18:00, 45N 112.5E" in error
+    assert "--fill t2m=VALUE" in error and not (tmp_path / "out").exists()
+    assert main([path, *out, "--fill", "t2m=271.5"]) == 0
+    assert "missing values: 2 of t2m, filled" in capsys.readouterr().out
+    assert (read(tmp_path / "out")["train/2000.h5"]["fields"][[3, 9], 0, 2, 5] == 271.5).all()
+
+
+def test_gaps_are_refused_or_allowed(tmp_path, capsys):
+    raw = dataset().isel(time=[*range(5), *range(8, 20)])
+    path = write(tmp_path / "raw", raw)
+    assert main([path, "--out", str(tmp_path / "out")]) == 2
+    assert "time has 1 gap(s), the first from 2000-12-26T00:00 to 2000-12-26T18:00" in capsys.readouterr().err
+    assert main([path, "--out", str(tmp_path / "out"), "--allow_gaps"]) == 0
+    made = read(tmp_path / "out")
+    wide = made["train/2000.h5"]["fields"].astype(np.float64)
+    change = np.delete(np.diff(wide, axis=0), 4, axis=0)
+    np.testing.assert_allclose(made["time_diff_stds.npy"][0, :, 0, 0], change.std((0, 2, 3)), rtol=1e-6)
+
+
+def bad_inputs():
+    """Name, what to do to the raw data, more flags, words of the error."""
+    swap = lambda raw: raw.isel(time=[0, 2, 1, *range(3, 40)])  # noqa: E731
+    shifted = lambda raw: raw.assign_coords(time=raw.time + np.where(np.arange(40) == 7, HOUR, 0 * HOUR))  # noqa: E731
+    return [
+        ("time goes back", swap, [], ["2000-12-25T12:00 is followed by 2000-12-25T06:00", "time must rise"]),
+        ("irregular time", shifted, [], ["time is irregular", "2000-12-26T19:00"]),
+        ("one time", lambda raw: raw.isel(time=[0]), [], ["give two or more"]),
+        ("no time", lambda raw: raw.isel(time=0, drop=True), [], ["no channel"]),
+        ("missing variable", lambda raw: raw[["z"]], ["--channels", "t2m"], ["'t2m': they hold z@500, z@850"]),
+        ("missing level", lambda raw: raw, ["--channels", "z700"], ["'z700'", "z@500"]),
+        ("twice", lambda raw: raw, ["--channels", "z500", "z500"], ["named twice"]),
+        ("members", lambda raw: raw.expand_dims(member=3), [], ["3 values along 'member': select one"]),
+        ("no grid", lambda raw: raw.rename(latitude="y").drop_vars("y"), [], ["no latitude and longitude", "regrid"]),
+        ("half a globe twice", lambda raw: raw.assign_coords(longitude=np.arange(16) * 45.0), [], ["no globe"]),
+        ("float16", lambda raw: raw * 1e5, ["--dtype", "float16"], ["float16 ends at 65504", "--dtype float32"]),
+        ("a date", lambda raw: raw, ["--valid_from", "soon"], ["--valid_from is 'soon'", "2018-01-01"]),
+        ("dates", lambda raw: raw, ["--valid_from", "2001-01-02", "--test_from", "2001-01-01"], ["comes after"]),
+        (
+            "all for validation",
+            lambda raw: raw,
+            ["--valid_from", "2000-01-01"],
+            ["0 time step(s) are left for training"],
+        ),
+        ("fill", lambda raw: raw, ["--fill", "sst=1"], ["--fill names 'sst'", "t2m, z500, z850"]),
+        ("fill value", lambda raw: raw, ["--fill", "t2m=cold"], ["NAME=VALUE"]),
+        ("memory", lambda raw: raw, ["--memory_gb", "0"], ["more than 0"]),
+    ]
+
+
+@pytest.mark.parametrize("name, change, flags, words", bad_inputs(), ids=[case[0] for case in bad_inputs()])
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, capsys, name, change, flags, words):
+    path = write(tmp_path / "raw", change(dataset()))
+    assert main([path, "--out", str(tmp_path / "out"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert all(word in error for word in words), error
+    assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_files_that_do_not_fit_together(tmp_path, capsys):
+    a = write(tmp_path / "raw", dataset()[["t2m"]], "a.nc")
+    coarse = write(tmp_path / "raw", dataset(latitude=np.linspace(90, -90, 5))[["z"]], "coarse.nc")
+    moved = write(tmp_path / "raw", dataset(longitude=LONGITUDE + 1)[["z"]], "moved.nc")
+    later = write(tmp_path / "raw", dataset(start="2000-12-26")[["z"]], "later.nc")
+    text = tmp_path / "raw/text.nc"
+    text.write_text("no data")
+    for inputs, words in (
+        (
+            [a, coarse],
+            ["coarse.nc has the latitude 90 to -90 (5)", "(9): bring them to one regular grid first", "regrid"],
+        ),
+        ([a, moved], ["moved.nc has the longitude 1 to 338.5"]),
+        ([a, later], ["has the time 2000-12-25T00:00, and z500 has not: give the same times"]),
+        ([a, a], ["is followed by", "a.nc, then", "leave out what is there twice"]),
+        ([str(text)], ["cannot read", "text.nc as NetCDF, Zarr or GRIB"]),
+        (["nowhere.nc"], ["no file 'nowhere.nc'"]),
+    ):
+        assert main([*inputs, "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(word in error for word in words), error
+        assert [path.name for path in tmp_path.iterdir()] == ["raw"]
+
+
+def test_an_output_that_exists_or_cannot_be_written(tmp_path, capsys, monkeypatch):
+    path, out = write(tmp_path / "raw", dataset()), tmp_path / "out"
+    assert main([path, "--out", str(out)]) == 0
+    before = read(out)
+    assert main([path, "--out", str(out), "--channels", "t2m"]) == 2
+    assert "exists already; add --overwrite" in capsys.readouterr().err and same(read(out), before)
+    assert main([path, "--out", str(out), "--channels", "t2m", "--overwrite"]) == 0
+    assert read(out)["train/2000.h5"]["channel_names"] == ["t2m"]
+    (tmp_path / "file").write_text("")
+    assert main([path, "--out", str(tmp_path / "file/below")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 10))
+    assert main([path, "--out", str(tmp_path / "new")]) == 2
+    assert "fewer files or channels, or another --out" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out", "raw"]
+
+
+def test_without_xarray_the_remedy_is_named(tmp_path, capsys, monkeypatch):
+    path = write(tmp_path / "raw", dataset())
+    monkeypatch.setitem(sys.modules, "xarray", None)
+    assert main([path, "--out", str(tmp_path / "out")]) == 2
+    assert "pip install -r requirements-prepare.txt" in capsys.readouterr().err
+
+
+def test_check_tells_what_is_there(tmp_path, capsys):
+    write_data(tmp_path, names=["a", "b", "c"])
+    with h5py.File(tmp_path / "train/2001.h5", "r+") as file:
+        file["time"][5:] += 6 * 3600
+        low = file["fields"][:, 1].min()
+    assert main(["check", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "train: 2 file(s), 23 time steps of 3 x 17 x 32 float32" in out and "No fault found." in out
+    assert "gap from 1970-01-02 00:00 to 1970-01-02 12:00" in out and "a step is 6 h" in out
+    assert "b          m s-1" in out and f"{low:12.5g}" in out
+    assert "valid: 1 file(s), 8 time steps" in out
+
+
+@pytest.mark.parametrize("fault", ["nan", "short", "statistics", "channels"])
+def test_check_finds_faults(tmp_path, capsys, fault):
+    write_data(tmp_path, names=["a", "b", "c"])
+    if fault == "nan":
+        with h5py.File(tmp_path / "train/2002.h5", "r+") as file:
+            file["fields"][3, 1, 2, 5] = np.nan
+        word = "2002.h5, fields[3, 1, 2, 5] (b) is nan"
+    elif fault == "short":
+        os.truncate(tmp_path / "valid/2003.h5", 30_000)
+        word = "2003.h5"
+    elif fault == "statistics":
+        np.save(tmp_path / "stats/global_means.npy", np.zeros((1, 2, 1, 1)))
+        word = "global_means.npy has the shape [1, 2, 1, 1], not [1, 3, 1, 1]"
+    else:
+        write_file(tmp_path / "valid/2003.h5", fields(8, 3, 17, 32), names=["a", "b", "d"])
+        word = "the parts of a data set must agree"
+    code = main(["check", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert code in (1, 2) and word in printed.out + printed.err
+    assert check(str(tmp_path / "train")) == (1 if fault == "nan" else 0)

@@ -1,6 +1,7 @@
 """Reading ahead: the same batches in the same order, whatever reads them; and what happens when reading fails."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -103,7 +104,10 @@ def test_as_many_reads_as_asked_are_under_way():
 def test_a_reader_can_be_the_one_to_end_it():
     """The garbage collector runs in any thread, also in one that reads: it must not wait for itself."""
     plan = lambda slot: [Job(slot, 0, 0, 0, 0, None)]  # noqa: E731
-    ahead = ReadAhead(2, [lambda job: ahead.__exit__()] * 2, plan)
+    made = queue.Queue()
+    ahead = ReadAhead(2, [lambda job: made.get().__exit__()] * 2, plan)
+    made.put(ahead)
+    made.put(ahead)
     wait_until(lambda: not any(thread.is_alive() for thread in ahead.threads))
     assert ahead.error is None
 

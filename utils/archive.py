@@ -88,6 +88,8 @@ class Archive:
             for key, unit, piece in _pieces(path):
                 pieces.setdefault(key, []).append(piece)
                 units.setdefault(key, unit)
+        if not pieces:
+            raise ValueError("the files hold no channel: a variable with a time, a latitude and a longitude")
         if channels:
             named = [find(text, list(pieces)) for text in channels]
         else:

@@ -103,11 +103,12 @@ def test_the_notebook_of_the_grid_runs(tmp_path):
 
 
 def test_the_readme_has_the_figures_of_the_records():
-    from benchmarks import step
+    from benchmarks import loader, step
     from benchmarks.flags import table as flags_table
     from benchmarks.simulate import table
 
     text, results = (ROOT / "README.md").read_text(), ROOT / "benchmarks/results"
+    words = " ".join(text.split())
     flags = json.loads((results / "flags.json").read_text())
     assert flags_table(flags["figures"], flags["spread"]) in text
     record = json.loads((results / "step.json").read_text())
@@ -115,6 +116,15 @@ def test_the_readme_has_the_figures_of_the_records():
     assert step.table(figures, spread, list(step.CASES)) in text and step.savers_table(figures, spread) in text
     assert figures["fp32_fraction_of_matmul"] >= 0.58 and figures["bf16_fraction_of_matmul"] >= 0.17
     assert figures["loop_overhead"] <= 0.03
+    loading = json.loads((results / "loader.json").read_text())
+    figures, spread = loading["figures"], loading["spread"]
+    assert loader.table(figures, spread) in text
+    assert f"({figures['native_over_preadv']:.2f} of it), and {figures['native_over_stock']:.1f} times" in words
+    cold = {depth: depth * figures[f"cold, read_depth {depth}, of what it allows"] for depth in loader.DEPTHS}
+    assert f"at once bring {cold[16]:.1f} times" in words
+    assert figures["native_over_preadv"] >= 0.85 and figures["native_over_stock"] >= 5
+    assert all(speed >= 0.8 * depth for depth, speed in cold.items())
+    assert figures["data_wait_frac"] < 0.02 and figures["of a loop bound by a step of 20 ms"] >= 0.95
     simulated = json.loads((results / "simulate.json").read_text())
     assert table(simulated["grids"]) in text
     assert simulated["figures"]["activations_tp4_over_tp1"] < 0.36
@@ -122,9 +132,7 @@ def test_the_readme_has_the_figures_of_the_records():
 
     assert roofline.table() in text
     certified = json.loads((results / "certificate.json").read_text())["figures"]
-    assert f"trains {certified['grids']} grids" in text and f"is {certified['worst_float64']:.1e};" in " ".join(
-        text.split()
-    )
+    assert f"trains {certified['grids']} grids" in text and f"is {certified['worst_float64']:.1e};" in words
     assert certified["worst_float64"] < 1e-12 and certified["worst_float32"] < 2e-6
 
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from tests.helpers import ERA5, ROOT, clean_environment, fields, losses, run_here, write_data, write_file
 from utils import prepare_data
-from utils.archive import Archive, find
+from utils.archive import Archive, Piece, find
 from utils.data_check import check
 from utils.prepare_data import main
 
@@ -149,12 +150,39 @@ def test_any_division_into_files_any_engine_any_orientation_any_block(tmp_path):
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
-    seen, original = [], Archive.read
-    monkeypatch.setattr(Archive, "read", lambda self, c, a, b: seen.append(b - a) or original(self, c, a, b))
+    seen, original = [], Piece.read
+    monkeypatch.setattr(Piece, "read", lambda self, a, b, levels: seen.append(b - a) or original(self, a, b, levels))
     frame = 3 * 9 * 16 * 4
     path = write(tmp_path / "raw", dataset())
     assert main([path, "--out", str(tmp_path / "out"), "--memory_gb", str(10 * frame / 1e9)]) == 0
-    assert max(seen) == 10 and sum(seen) == 3 * 40  # each value once
+    assert max(seen) == 10 and sum(seen) == 2 * 40  # each value once, both levels together
+
+
+def test_nothing_is_read_before_it_is_needed(tmp_path):
+    """Also where a file holds a single time, or stores longitude first."""
+    raw = dataset()
+    paths = [write(tmp_path / "raw", raw.isel(time=i).transpose("longitude", ...), f"{i}.nc") for i in range(5)]
+    archive = Archive.open(paths)
+    pieces = [piece for channel in archive.channels for piece in channel.pieces]
+    assert len(pieces) == 15 and not any(piece.values.variable._in_memory for piece in pieces)
+    got = dict(archive.read(1, 4))
+    np.testing.assert_array_equal(got[0], raw.t2m.values[1:4])
+    np.testing.assert_array_equal(got[2], raw.z.values[1:4, 1])
+    assert not any(piece.values.variable._in_memory for piece in pieces)
+
+
+def test_blocks_are_whole_chunks_of_the_archive(tmp_path, monkeypatch, capsys):
+    seen, original = [], Piece.read
+    monkeypatch.setattr(Piece, "read", lambda self, a, b, levels: seen.append((a, b)) or original(self, a, b, levels))
+    path = str(tmp_path / "a.zarr")
+    chunks = {"t2m": {"chunks": (12, 9, 16)}, "z": {"chunks": (12, 2, 9, 16)}}
+    dataset().to_zarr(path, consolidated=False, encoding=chunks)
+    frame = 3 * 9 * 16 * 4
+    command = [path, "--channels", "t2m", "z500", "z850", "--out"]
+    assert main([*command, str(tmp_path / "out"), "--memory_gb", str(30 * frame / 1e9)]) == 0
+    assert seen[::2] == [(0, 24), (24, 28), (28, 40)]  # 28 steps are left of the year 2000
+    assert main([*command, str(tmp_path / "small"), "--memory_gb", str(5 * frame / 1e9)]) == 0
+    assert "stores up to 12 time steps in one piece" in capsys.readouterr().out
 
 
 def test_grib(tmp_path):
@@ -265,6 +293,113 @@ def test_an_unfinished_run_of_other_data_is_left_behind(tmp_path, interrupted, m
     assert read(tmp_path / "out")["train/2001.h5"]["channel_names"] == ["z850"]
 
 
+@pytest.mark.parametrize("fault", ["disk", "memory"])
+def test_what_is_no_fault_of_the_data_keeps_what_is_done(tmp_path, interrupted, monkeypatch, capsys, fault):
+    original = prepare_data._read
+
+    def fail(archive, first, *args):
+        if first >= 1000:
+            raise OSError(28, "No space left on device") if fault == "disk" else MemoryError
+        return original(archive, first, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "_read", fail)
+        assert main(interrupted) == 2
+    error = capsys.readouterr().err
+    assert "the same command goes on" in error and error.count("\n") == 1
+    assert ("lower --memory_gb" if fault == "memory" else "No space left") in error
+    assert main(interrupted) == 0 and "1 file(s) are complete" in capsys.readouterr().out
+
+
+def test_a_file_that_is_gone_is_made_anew(tmp_path, interrupted, monkeypatch, capsys):
+    original = prepare_data._read
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "_read", lambda a, i, *more: stop() if i >= 1000 else original(a, i, *more))
+
+        def stop():
+            raise KeyboardInterrupt
+
+        assert main(interrupted) == 130
+    (tmp_path / ".out-unfinished/new/train/2000.h5").unlink()
+    assert main(interrupted) == 0
+    assert "is damaged" in capsys.readouterr().out and len(list((tmp_path / "out/train").iterdir())) == 3
+
+
+def test_nothing_of_others_is_replaced(tmp_path, monkeypatch, capsys):
+    """A folder that appears meanwhile stays; so does the old one where the new one cannot take its place."""
+    path, out, original = write(tmp_path / "raw", dataset()), tmp_path / "out", prepare_data._read
+
+    def read_and_make(*args):
+        (out / "precious").mkdir(parents=True, exist_ok=True)
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "_read", read_and_make)
+        assert main([path, "--out", str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err and (out / "precious").exists()
+    shutil.rmtree(out)
+    assert main([path, "--out", str(out)]) == 0
+    before, rename = read(out), Path.rename
+
+    def fail(self, target):
+        if self.name == "new":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        assert main([path, "--out", str(out), "--channels", "t2m", "--overwrite"]) == 2
+    assert same(read(out), before)
+
+
+def test_forecasts_have_the_time_that_they_are_valid_at(tmp_path):
+    lead = np.timedelta64(6, "h").astype("timedelta64[ns]")
+    raw = dataset(steps=10)[["t2m"]]
+    for name, data in (
+        ("scalar", raw.assign_coords(step=lead)),
+        ("axis", raw.expand_dims(prediction_timedelta=[lead])),
+        ("valid", raw.assign_coords(valid_time=("time", raw.time.values + lead), step=lead)),
+    ):
+        archive = Archive.open([write(tmp_path / "raw", data, f"{name}.nc")])
+        assert archive.times[0] == np.datetime64("2000-12-25T06").astype("datetime64[s]").astype(int), name
+
+
+def test_longitudes_are_rolled_only_round_the_globe(tmp_path):
+    fine = dataset(steps=2, longitude=np.arange(-180, 180, 0.1), latitude=[10.0, 0.0])
+    archive = Archive.open([write(tmp_path / "raw", fine, "fine.nc")])
+    np.testing.assert_allclose(archive.longitude, np.arange(3600) / 10, atol=1e-4)
+    np.testing.assert_array_equal(dict(archive.read(0, 2))[0], np.roll(fine.t2m.values, -1800, axis=-1))
+    part = dataset(steps=2, longitude=np.array([-10.0, 0, 10, 20]))
+    archive = Archive.open([write(tmp_path / "raw", part, "part.nc")])
+    assert archive.longitude.tolist() == [-10, 0, 10, 20]
+    np.testing.assert_array_equal(dict(archive.read(0, 2))[0], part.t2m.values)
+
+
+def test_files_in_either_order_of_rows_go_together(tmp_path):
+    raw = dataset()
+    north = write(tmp_path / "raw", raw.isel(time=slice(None, 20)), "north.nc")
+    south = write(tmp_path / "raw", raw.isel(time=slice(20, None), latitude=slice(None, None, -1)), "south.nc")
+    got = dict(Archive.open([south, north]).read(0, 40))
+    np.testing.assert_array_equal(got[1], raw.z.values[:, 0])
+
+
+def test_bounds_and_variables_that_nobody_asked_for_are_no_hindrance(tmp_path):
+    raw = dataset().assign(
+        time_bnds=(("time", "bnds"), np.zeros((40, 2))), mask=(("latitude", "longitude"), np.ones((9, 16)))
+    )
+    raw.time.attrs["bounds"] = "time_bnds"
+    assert [channel.name for channel in Archive.open([write(tmp_path / "raw", raw)]).channels] == [
+        "t2m",
+        "z500",
+        "z850",
+    ]
+    raw["spread"] = raw.t2m.expand_dims(member=3)
+    path = write(tmp_path / "raw", raw, "b.nc")
+    assert len(Archive.open([path], ["t2m", "z500"]).channels) == 2
+    with pytest.raises(ValueError, match="3 values along 'member'"):
+        Archive.open([path], ["spread"])
+
+
 def test_missing_values_are_refused_or_filled_and_counted(tmp_path, capsys):
     raw = dataset()
     raw.t2m[3, 2, 5] = np.nan
@@ -306,6 +441,12 @@ def bad_inputs():
         ("twice", lambda raw: raw, ["--channels", "z500", "z500"], ["named twice"]),
         ("members", lambda raw: raw.expand_dims(member=3), [], ["3 values along 'member': select one"]),
         ("no grid", lambda raw: raw.rename(latitude="y").drop_vars("y"), [], ["no latitude and longitude", "regrid"]),
+        ("levels without values", lambda raw: raw.drop_vars("level"), [], ["2 values along 'level': select"]),
+        ("noleap", lambda raw: raw.convert_calendar("noleap"), [], ["calendar noleap", "convert_calendar"]),
+        ("huge fill value", lambda raw: raw.where(raw.t2m < 5, 9.97e36), [], ["missing or infinite", "--fill t2m"]),
+        ("beyond float32", lambda raw: raw.astype(float) * 1e38, [], ["missing or infinite"]),
+        ("float16 zeros", lambda raw: raw * 1e-9, ["--dtype", "float16"], ["below 6e-8", "--dtype float32"]),
+        ("wind", lambda raw: raw.rename(z="u").assign_coords(level=[10.0, 100.0]), ["--channels", "u10"], ["u@10"]),
         ("half a globe twice", lambda raw: raw.assign_coords(longitude=np.arange(16) * 45.0), [], ["no globe"]),
         ("float16", lambda raw: raw * 1e5, ["--dtype", "float16"], ["float16 ends at 65504", "--dtype float32"]),
         ("a date", lambda raw: raw, ["--valid_from", "soon"], ["--valid_from is 'soon'", "2018-01-01"]),
@@ -318,6 +459,7 @@ def bad_inputs():
         ),
         ("fill", lambda raw: raw, ["--fill", "sst=1"], ["--fill names 'sst'", "t2m, z500, z850"]),
         ("fill value", lambda raw: raw, ["--fill", "t2m=cold"], ["NAME=VALUE"]),
+        ("fill with nothing", lambda raw: raw, ["--fill", "t2m=nan"], ["NAME=VALUE"]),
         ("memory", lambda raw: raw, ["--memory_gb", "0"], ["more than 0"]),
     ]
 
@@ -337,6 +479,15 @@ def test_files_that_do_not_fit_together(tmp_path, capsys):
     coarse = write(tmp_path / "raw", dataset(latitude=np.linspace(90, -90, 5))[["z"]], "coarse.nc")
     moved = write(tmp_path / "raw", dataset(longitude=LONGITUDE + 1)[["z"]], "moved.nc")
     later = write(tmp_path / "raw", dataset(start="2000-12-26")[["z"]], "later.nc")
+    celsius = dataset(start="2001-01-04")
+    celsius.t2m.attrs["units"] = "degC"
+    celsius = write(tmp_path / "raw", celsius, "celsius.nc")
+    ones = [
+        write(
+            tmp_path / "raw", dataset(start=start, levels=level).isel(level=0, drop=True).expand_dims(p=level[:1]), name
+        )
+        for start, level, name in (("2000-12-25", (500, 850), "p500.nc"), ("2001-01-04", (850, 500), "p850.nc"))
+    ]
     text = tmp_path / "raw/text.nc"
     text.write_text("no data")
     for inputs, words in (
@@ -347,6 +498,8 @@ def test_files_that_do_not_fit_together(tmp_path, capsys):
         ([a, moved], ["moved.nc has the longitude 1 to 338.5"]),
         ([a, later], ["has the time 2000-12-25T00:00, and z500 has not: give the same times"]),
         ([a, a], ["is followed by", "a.nc): time must rise", "leave out what is there twice"]),
+        ([a, celsius], ["t2m is in K in", "and in degC in", "to one unit"]),
+        (ones, ["stands for {'p': 500} in", "for {'p': 850}", "files of one kind"]),
         ([str(text)], ["cannot read", "text.nc as NetCDF, Zarr or GRIB"]),
         (["nowhere.nc"], ["no file 'nowhere.nc'"]),
     ):
@@ -394,7 +547,7 @@ def test_check_tells_what_is_there(tmp_path, capsys):
     assert "valid: 1 file(s), 8 time steps" in out
 
 
-@pytest.mark.parametrize("fault", ["nan", "short", "statistics", "channels"])
+@pytest.mark.parametrize("fault", ["nan", "short", "statistics", "means", "time", "constant", "channels"])
 def test_check_finds_faults(tmp_path, capsys, fault):
     write_data(tmp_path, names=["a", "b", "c"])
     if fault == "nan":
@@ -407,10 +560,21 @@ def test_check_finds_faults(tmp_path, capsys, fault):
     elif fault == "statistics":
         np.save(tmp_path / "stats/global_means.npy", np.zeros((1, 2, 1, 1)))
         word = "global_means.npy has the shape [1, 2, 1, 1], not [1, 3, 1, 1]"
+    elif fault == "means":
+        np.save(tmp_path / "stats/global_means.npy", np.full((1, 3, 1, 1), 9))
+        word = "global_means.npy has 9 for channel 0"
+    elif fault == "time":
+        with h5py.File(tmp_path / "train/2002.h5", "r+") as file:
+            file["time"][5] = file["time"][2]
+        word = "is followed by 1970-"
+    elif fault == "constant":
+        with h5py.File(tmp_path / "valid/2003.h5", "r+") as file:
+            file["fields"][:, 1] = 4
+        word = "b is 4 everywhere"
     else:
         write_file(tmp_path / "valid/2003.h5", fields(8, 3, 17, 32), names=["a", "b", "d"])
         word = "the parts of a data set must agree"
     code = main(["check", str(tmp_path)])
     printed = capsys.readouterr()
     assert code in (1, 2) and word in printed.out + printed.err
-    assert check(str(tmp_path / "train")) == (1 if fault == "nan" else 0)
+    assert check(str(tmp_path / "train")) == (1 if fault in ("nan", "time") else 0)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import ROOT, clean_environment, records, run_here, tiny_flags, write_data
+from tests.helpers import ROOT, clean_environment, records, run_here, run_ranks, tiny_flags, write_data
 from tests.test_data_loader import read, weather
 from utils.frame_reader import FrameReader, ReadError
 from utils.read_ahead import Job, ReadAhead
@@ -203,6 +203,16 @@ def test_a_full_dev_shm_is_no_hindrance(tmp_path):
     assert done.returncode == 0 and "DONE ---- rank 0" in done.stderr + done.stdout, done.stderr
 
 
+def test_a_system_without_linux_calls_reads_the_same(folder, monkeypatch):
+    expected = read(weather(folder, "--num_data_workers", "2").train_loader)
+    for name in ("preadv", "memfd_create", "posix_fallocate"):
+        monkeypatch.delattr(os, name)
+    data = weather(folder, "--num_data_workers", "2")
+    assert not data.train_loader.is_direct
+    for a, b in zip(read(data.train_loader), expected, strict=True):
+        assert torch.equal(a.inp, b.inp) and torch.equal(a.target, b.target)
+
+
 def test_buffers_that_do_not_fit_are_refused(tiny, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory")))
     with pytest.raises(OSError, match="1 batches of .* GB do not fit into memory.*lower --local_batch_size"):
@@ -227,6 +237,23 @@ def test_a_run_whose_file_breaks_ends_with_one_line(folder, workers):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"-c: error: rank 0: {folder}/train/200")
     assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_breaks_on_one_rank_ends_all(tiny):
+    """The rank that meets it says so; the others end, too, and do not wait for it."""
+    code = (
+        "import os, sys, train; from utils.launch import start; from utils.frame_reader import FrameReader\n"
+        "def gone(*_): raise OSError('gone')\n"
+        "from utils.run import Run; after = Run.after_epoch\n"
+        "def cut(*args):\n    after(*args)\n"
+        "    if os.environ['RANK'] == '1': FrameReader._read_direct = gone\n"
+        "Run.after_epoch = cut; sys.argv[0] = 'train.py'\n"
+        "start(train.main, sys.argv[1:])"
+    )
+    first, second = run_ranks(2, ["-c", code, *tiny_flags(tiny, "--num_data_workers", "1", "--num_iters", "40")])
+    assert second.returncode == 2 and "Traceback" not in second.stderr
+    assert second.stderr.splitlines()[-1].startswith(f"train.py: error: rank 1: {tiny}/train/200")
+    assert first.returncode != 0
 
 
 def test_the_wait_for_data_is_recorded(tiny):

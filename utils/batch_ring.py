@@ -8,6 +8,7 @@ Shapes:  B samples of one batch on one rank   C channels   H W rows, columns, as
 
 import mmap
 import os
+import tempfile
 import weakref
 
 import numpy as np
@@ -29,18 +30,16 @@ class BatchRing:
         sizes = [batch * int(np.prod(reader.shape)) * reader.files.dtype.itemsize for reader in readers]
         self.nbytes = slots * sum(sizes)
         length = max(self.nbytes, 1)  # a rank may have nothing to read
-        self.fd = os.memfd_create("batches") if fd is None else fd
+        try:
+            self.fd = allocate(length) if fd is None else fd
+        except OSError as error:
+            raise OSError(
+                f"{slots} batches of {sum(sizes) / 1e9:.2f} GB do not fit into memory ({error.strerror}): "
+                f"lower --local_batch_size or --num_data_workers"
+            ) from None
         weakref.finalize(self, os.close, self.fd)
-        if fd is None:
-            try:
-                os.posix_fallocate(self.fd, 0, length)
-            except OSError as error:
-                raise OSError(
-                    f"{slots} batches of {sum(sizes) / 1e9:.2f} GB do not fit into memory ({error.strerror}): "
-                    f"lower --local_batch_size or --num_data_workers"
-                ) from None
         # All pages are put in place now: the first batches would otherwise take several times as long.
-        memory = mmap.mmap(self.fd, length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = mmap.mmap(self.fd, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         self.memory = np.frombuffer(memory, np.uint8)
         self.frames: list[list[np.ndarray]] = []  # of each slot: inputs [B, C_in, H, W] and targets [B, C_out, H, W]
         at = 0
@@ -50,3 +49,18 @@ class BatchRing:
                 flat = self.memory[at : at + size].view(reader.files.dtype)
                 self.frames[-1].append(flat.reshape(batch, *reader.shape))
                 at += size
+
+
+def allocate(length: int) -> int:
+    """Return a file descriptor of memory that has no name: as good as a file, and gone with its last user."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("batches")
+        try:
+            os.posix_fallocate(fd, 0, length)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+    with tempfile.TemporaryFile() as file:  # macOS
+        file.truncate(length)
+        return os.dup(file.fileno())

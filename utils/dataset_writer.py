@@ -7,6 +7,7 @@
 Shapes: T time steps, C channels, H latitudes, W longitudes.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -105,6 +106,8 @@ class DatasetWriter:
     def close(self, name: str) -> None:
         """Close a file that is complete."""
         self.fields.pop(name).file.close()
+        with (self.folder / f"{name}.h5").open("rb") as file:
+            os.fsync(file.fileno())
 
     def save(self, path: Path) -> None:
         """Keep the statistics so far, complete or not at all; `load` goes on from there."""
@@ -205,4 +208,9 @@ def put_in_place(new: Path, out: Path, old: Path) -> None:
     """Rename the complete folder `new` to `out`; what was there before becomes `old`."""
     if out.exists():
         out.rename(old)
-    new.rename(out)
+    try:
+        new.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise

@@ -52,7 +52,7 @@ class FrameReader:
         self.files, self.rows, self.shape = files, rows, (len(channels), len(rows), columns)
         self.runs = consecutive(channels)
         # A cropped row leaves a gap after every row: HDF5 fetches those better.
-        self.is_direct = None not in files.offsets and columns == files.shape[2]
+        self.is_direct = None not in files.offsets and columns == files.shape[2] and hasattr(os, "preadv")
         self.requests = list(self._plan()) if self.is_direct else [None]
         self._open: dict[int, int | h5py.Dataset] = {}
         self._lock = threading.Lock()

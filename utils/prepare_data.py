@@ -32,6 +32,7 @@ from utils.data_check import check
 from utils.dataset_writer import LAYOUTS, DatasetWriter, cannot_write, check_new, check_space, put_in_place
 
 MEMORY_GB = 1.0
+LARGEST = 1e30  # beyond it lie fill values
 
 
 def prepare(
@@ -54,7 +55,7 @@ def prepare(
         channels: see utils.archive.find; all that the files hold by default.
         valid_from, test_from: dates from which on the data are for validation, and for tests.
         fill: values that take the place of missing ones, by channel. Elsewhere missing values are refused.
-        memory_gb: size of a block; one channel of it lies in memory once more.
+        memory_gb: size of a block; all levels of one variable of it lie in memory once or twice more.
 
     Raises ValueError, in one line with the remedy, for what is wrong with the archive (see Archive.open), missing
     values, values that float16 cannot hold, and a folder that exists or cannot be written.
@@ -69,13 +70,13 @@ def prepare(
     files = split(archive.times, valid_from, test_from)
     shape = (len(names), len(archive.latitude), len(archive.longitude))
     frame = int(np.prod(shape)) * 4
-    steps = max(1, int(memory_gb * 1e9) // frame)
+    steps = _block(archive, min(memory_gb * 1e9 // frame, len(archive.times)), frame)
     size = len(archive.times) * frame * np.dtype(dtype).itemsize // 4
-    inputs_now = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in inputs]
-    request = [inputs_now, channels, valid_from, test_from, fill, allow_gaps, dtype, layout]
+    request = [[(path, *_age(Path(path))) for path in inputs]]
+    request += [channels, valid_from, test_from, fill, allow_gaps, dtype, layout]
     missing, step = dict.fromkeys(names, 0), np.diff(archive.times)
     gap = np.append(False, step > step.min())  # between a time step and the one before
-    with _Unfinished(out, request, size if layout != "gzip" else 0) as scratch:
+    with _Unfinished(out, overwrite, request, size if layout != "gzip" else 0) as scratch:
         units = [channel.units for channel in archive.channels]
         writer = DatasetWriter(scratch.new, names, units, archive.latitude, archive.longitude, dtype, layout)
         done = scratch.resume(writer, missing)
@@ -132,38 +133,57 @@ def split(times: np.ndarray, valid_from: str | None, test_from: str | None) -> l
     return [(f"{starts[kinds[a]][0]}/{years[a]}", a, b) for a, b in zip(bounds, bounds[1:])]
 
 
+def _block(archive: Archive, steps: float, frame: int) -> int:
+    """Return the time steps of a block: at most `steps`, and whole chunks of the archive where they fit."""
+    if steps >= archive.chunk:
+        return int(steps - steps % archive.chunk)
+    if archive.chunk > 1:
+        print(
+            f"The archive stores up to {archive.chunk} time steps in one piece, and reads all of it for each block of "
+            f"{max(1, int(steps))}: --memory_gb {archive.chunk * frame / 1e9:.2g} would read each piece once"
+        )
+    return max(1, int(steps))
+
+
+def _age(path: Path) -> tuple[int, int]:
+    """Return the size and the date of a file; of a Zarr folder, the latest date of the folders of its arrays."""
+    below = [path, *path.glob("*/"), *path.glob("*/*/")] if path.is_dir() else [path]
+    return path.stat().st_size, max(folder.stat().st_mtime_ns for folder in below)
+
+
 def _read(archive: Archive, first: int, last: int, fill: dict, missing: dict, dtype: str) -> np.ndarray:
     """Return a block [T, C, H, W]; count and fill missing values. Raises ValueError for those that may not be."""
     H, W = len(archive.latitude), len(archive.longitude)
     block = np.empty((last - first, len(archive.channels), H, W), dtype)
-    for c, channel in enumerate(archive.channels):
-        values = archive.read(channel, first, last)
-        bad = ~np.isfinite(values)
+    for c, values in archive.read(first, last):
+        name = archive.channels[c].name
+        bad = ~(np.abs(values) < LARGEST)  # NaN, infinity, and the huge number that some archives fill with
         count = int(bad.sum())
-        if count and channel.name not in fill:
-            t, y, x = np.argwhere(bad)[0]
+        if count and name not in fill:
+            t, y, x = np.unravel_index(bad.argmax(), bad.shape)
             where = f"{date(archive.times[first + t])}, {archive.latitude[y]:g}N {archive.longitude[x]:g}E"
             raise ValueError(
-                f"{channel.name} has {count:,} missing or infinite values in a block of {last - first} steps, the "
-                f"first at {where}: leave the channel out, or give --fill {channel.name}=VALUE"
+                f"{name} has {count:,} missing or infinite values in a block of {last - first} steps, the first at "
+                f"{where}: leave the channel out, or give --fill {name}=VALUE"
             )
         if count:
-            missing[channel.name] += count
-            values = np.where(bad, fill[channel.name], values)
+            missing[name] += count
+            values = np.where(bad, fill[name], values)
         with np.errstate(over="ignore"):
             block[:, c] = values
         if dtype == "float16" and not np.isfinite(block[:, c]).all():
-            raise ValueError(
-                f"{channel.name} reaches {np.abs(values).max():.6g}, and float16 ends at 65504: take --dtype float32"
-            )
+            largest = np.abs(values).max()
+            raise ValueError(f"{name} reaches {largest:.6g}, and float16 ends at 65504: take --dtype float32")
+        if dtype == "float16" and np.count_nonzero(block[:, c]) < np.count_nonzero(values):
+            raise ValueError(f"{name} has values below 6e-8, which float16 turns into 0: take --dtype float32")
     return block
 
 
 class _Unfinished:
-    """The folder in which a data set grows: kept when the run is interrupted, removed when the data are at fault."""
+    """The folder in which a data set grows: removed when the data are at fault, kept when all else ends the run."""
 
-    def __init__(self, out: Path, request: list, size: int):
-        self.out, self.request = out.resolve(), json.loads(json.dumps(request))
+    def __init__(self, out: Path, overwrite: bool, request: list, size: int):
+        self.out, self.overwrite, self.request = out.resolve(), overwrite, json.loads(json.dumps(request))
         self.folder = self.out.with_name(f".{self.out.name}-unfinished")
         self.new, self.state = self.folder / "new", self.folder / "state.json"
         self.size = size
@@ -178,10 +198,13 @@ class _Unfinished:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"another run is writing {self.out}: wait for it, or give another --out") from None
-        self.known = json.loads(self.state.read_text()) if self.state.exists() else {}
+        old = self.folder / "old"
+        if old.exists() and not self.out.exists():  # stopped between the two renames of a replacement
+            old.rename(self.out)
+        self.known = self._known()
         if self.known.get("request") != self.request:
-            if self.known:
-                print(f"An unfinished {self.out} was made of other data or with other flags: starting afresh")
+            if self.state.exists():
+                print(f"An unfinished {self.out} is damaged, or of other data or with other flags: starting afresh")
             self.known = {}
             shutil.rmtree(self.new, ignore_errors=True)
             self.state.unlink(missing_ok=True)
@@ -192,6 +215,14 @@ class _Unfinished:
                 shutil.rmtree(self.folder)
                 raise
         return self
+
+    def _known(self) -> dict:
+        """Return what an earlier run noted, if the files that it names are there."""
+        try:
+            known = json.loads(self.state.read_text())
+            return known if all((self.new / f"{name}.h5").exists() for name in known["done"]) else {}
+        except (OSError, ValueError, KeyError):
+            return {}
 
     def resume(self, writer: DatasetWriter, missing: dict[str, int]) -> list[str]:
         """Return the files that an interrupted run left complete; take over its sums and counts."""
@@ -214,13 +245,15 @@ class _Unfinished:
             old.unlink()
 
     def finish(self) -> None:
-        """Put the complete data set in its place."""
+        """Put the complete data set in its place. Raises ValueError where something new has come to stand there."""
+        check_new(self.out, self.overwrite)
         put_in_place(self.new, self.out, self.folder / "old")
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        self.lock.close()
-        if kind is None or not issubclass(kind, KeyboardInterrupt):
+        # What is wrong with the data will be wrong again. After all else, a full disk say, the same command goes on.
+        if kind is None or issubclass(kind, ValueError):
             shutil.rmtree(self.folder, ignore_errors=True)
+        self.lock.close()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -230,8 +263,10 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == ["check"]:
             return _main_check(argv[1:])
         written = prepare(**_arguments(argv))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, MemoryError) as error:
+        reason = "memory ran out: lower --memory_gb" if isinstance(error, MemoryError) else error
+        kept = "" if isinstance(error, ValueError) else "; the same command goes on after the last complete file"
+        print(f"error: {reason}{kept}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Interrupted: the same command goes on after the last complete file", file=sys.stderr)
@@ -273,6 +308,8 @@ def _arguments(argv: list[str]) -> dict:
         name, _, value = text.partition("=")
         try:
             fill[name] = float(value)
+            if not abs(fill[name]) < LARGEST:
+                raise ValueError
         except ValueError:
             raise ValueError(f"--fill {text!r}: it takes NAME=VALUE, such as sst=271.35") from None
     if not given["memory_gb"] > 0:

@@ -29,7 +29,9 @@ def main() -> None:
         left.bar(at, heights, width, yerr=errors, error_kw={"linewidth": 0.8}, color=colour, label=case)
     left.set(yscale="log", ylabel="GB/s", xticks=range(len(LAYOUTS)), xticklabels=LAYOUTS)
     left.set_title("Files in the page cache; lines: range of the repeats", fontsize=10)
-    left.legend(ncols=2, fontsize=7, loc="lower left")
+    left.set_ylim(0.3)
+    left.yaxis.set_major_formatter("{x:g}")
+    left.legend(ncols=2, fontsize=7, loc="upper center", bbox_to_anchor=(0.48, 1))
     left.grid(axis="y", alpha=0.3)
     left.set_axisbelow(True)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import fields, write_file
 from utils.era5 import Files
-from utils.frame_reader import FrameReader, ReadError, consecutive
+from utils.frame_reader import FrameReader, OpenFiles, ReadError, consecutive
 from utils.token_shard import TokenShard
 
 
@@ -111,11 +111,13 @@ def test_a_damaged_file_is_named(tmp_path):
         frames.read_frame(0, 2)
 
 
-@pytest.mark.parametrize("layout", [{}, {"compression": "gzip"}])
-def test_a_file_that_vanishes_or_shrinks_is_named(tmp_path, layout):
+@pytest.mark.parametrize("layout", [{}, {"compression": "gzip"}, {"chunks": (1, 1, 16, 32)}])
+@pytest.mark.parametrize("columns", [32, 31])
+def test_a_file_that_vanishes_or_shrinks_is_named(tmp_path, layout, columns):
+    """HDF5 would read zeros behind the end of some."""
     path = tmp_path / "2000.h5"
     write_file(path, fields(4, 2, 16, 32), **layout)
-    frames = reader(tmp_path, [0, 1], range(16), 32)
+    frames = reader(tmp_path, [0, 1], range(16), columns)
     path.rename(tmp_path / "away")
     with pytest.raises(ReadError, match="2000.h5: frame 0 cannot be read"):
         frames.read_frame(0, 0)
@@ -124,6 +126,39 @@ def test_a_file_that_vanishes_or_shrinks_is_named(tmp_path, layout):
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(ReadError, match="2000.h5: frame 3 cannot be read.*Mend it or copy it again"):
         frames.read_frame(0, 3)
+
+
+@pytest.mark.parametrize("layout", [{}, {"compression": "gzip"}])
+def test_a_file_that_was_replaced_before_it_is_opened_is_named(tmp_path, layout):
+    path = tmp_path / "2000.h5"
+    write_file(path, fields(4, 2, 16, 32), **layout)
+    frames = reader(tmp_path, [0, 1], range(16), 32)
+    write_file(path, fields(2, 3, 16, 32), names=["a", "b", "c"], **layout)
+    for _ in range(2):
+        with pytest.raises(ReadError, match="2000.h5: frame 1 cannot be read .it is another file than at the start"):
+            frames.read_frame(0, 1)
+
+
+def test_inputs_and_targets_share_the_open_files(tmp_path):
+    for year in range(2000, 2004):
+        write_file(tmp_path / f"{year}.h5", fields(2, 2, 16, 32))
+    files = Files.open(str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    opened = OpenFiles(files)
+    readers = [FrameReader(files, [c], range(16), 32, opened) for c in (0, 1)]
+    for file in range(4):
+        for frames in readers:
+            frames.read_frame(file, 1)
+    assert len(os.listdir("/proc/self/fd")) == before + 4
+    del opened, readers, frames
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    write_file(tmp_path / "2000.h5", fields(4, 2, 16, 32), compression="gzip")
+    monkeypatch.setattr(h5py.h5z, "filter_avail", lambda number: number != 1)
+    with pytest.raises(ValueError, match="2000.h5 is compressed with deflate.*pip install hdf5plugin"):
+        Files.open(str(tmp_path))
 
 
 def bytes_read_by_this_process():

@@ -93,10 +93,13 @@ def test_batches_on_the_gpu(tmp_path, flags, dtype, layout):
         write_file(path, fields(9, 3, 17, 32, seed=len(path.name)).astype(dtype), **layout)
     kept = []
     for data, batch, fields_on_gpu in batches(tmp_path, "cuda", *flags):
+        torch.cuda._sleep(20_000_000)
         kept.append([x.clone() for x in fields_on_gpu])
         assert batch.is_normalised or (batch.inp.is_pinned() and batch.target.is_pinned())
-        with torch.cuda.stream(data.copy_stream):
-            torch.cuda._sleep(20_000_000)  # some ms: the next copy starts late
+        del fields_on_gpu  # its memory may go to others now
+        for stream in (data.copies.stream, torch.cuda.current_stream()):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)  # some ms: what comes next starts late
     for got, (_, _, wanted) in zip(kept, batches(tmp_path, "cpu", "--device", "cpu"), strict=True):
         for x, y in zip(got, wanted):
             torch.testing.assert_close(x.cpu(), y, rtol=1e-6, atol=1e-6)

@@ -220,6 +220,8 @@ def test_compressed_frames_are_decoded_once_in_a_group(tmp_path, flags, workers)
 def test_chunks_of_a_few_rows_are_read_by_those_who_need_them():
     shards = [TokenShard((64, 128), 8, 4, i) for i in range(4)]
     assert [FrameSharing(shards, 0, None).helps(rows) for rows in (None, 8, 16, 17, 64)] == [False] * 3 + [True] * 2
+    same = [TokenShard((64, 128), 8, 1, 0)] * 4  # plain tensor parallelism: all need all
+    assert [FrameSharing(same, 0, None).helps(rows) for rows in (None, 8, 64)] == [False, True, True]
     shares = [FrameSharing(shards, i, None).share(6) for i in range(4)]
     assert [list(range(6)[share]) for share in shares] == [[0], [1, 2], [3], [4, 5]]
     assert [FrameSharing(shards, i, None).share(1) for i in range(4)] == [slice(0, 0)] * 3 + [slice(0, 1)]

@@ -220,6 +220,32 @@ def test_buffers_that_do_not_fit_are_refused(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
+def test_more_than_the_memory_there_is_is_refused(tiny, monkeypatch):
+    monkeypatch.setattr("utils.batch_ring.available", lambda: 1000)
+    with pytest.raises(OSError, match="do not fit into memory .Cannot allocate memory"):
+        weather(tiny)
+
+
+def test_reader_processes_find_the_project_wherever_the_run_starts(tmp_path, monkeypatch):
+    """A folder of the user's may have a package `utils` of its own, and data paths may be relative to it."""
+    write_data(tmp_path / "data", compression="gzip")
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils/__init__.py").write_text("raise RuntimeError('not this one')")
+    expected = read(weather(tmp_path / "data").train_loader)
+    monkeypatch.chdir(tmp_path)
+    for a, b in zip(weather(Path("data"), "--num_data_workers", "1").train_loader.epoch(), expected, strict=True):
+        assert torch.equal(a.inp, b.inp)
+
+
+def test_after_an_error_an_epoch_can_be_read_again(folder):
+    data = weather(folder, "--num_data_workers", "2")
+    (folder / "train/2001.h5").rename(folder / "away")
+    with pytest.raises(ReadError):
+        list(data.train_loader.epoch())
+    (folder / "away").rename(folder / "train/2001.h5")
+    assert len(read(data.train_loader)) == 2
+
+
 def test_a_run_whose_file_breaks_ends_with_one_line(folder, workers):
     """The second epoch finds a file that is shorter than at the start."""
     code = (

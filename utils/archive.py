@@ -8,6 +8,7 @@ Shapes: T time steps, C channels, H latitudes from the north, W longitudes from 
 """
 
 import difflib
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -305,6 +306,7 @@ def _open(path: str) -> list["xarray.Dataset"]:
         if Path(path).suffix in (".grib", ".grb", ".grib2", ".grb2"):
             import cfgrib
 
+            logging.getLogger("cfgrib").setLevel(logging.CRITICAL)  # what it logs it raises, too
             return cfgrib.open_datasets(path, indexpath="", errors="raise")
         if Path(path).is_dir():
             return [xarray.open_zarr(path, chunks=None)]

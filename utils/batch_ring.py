@@ -6,10 +6,13 @@ pinned. It is no file in /dev/shm, whose size containers limit. This file import
 Shapes:  B samples of one batch on one rank   C channels   H W rows, columns, as read
 """
 
+import errno
+import math
 import mmap
 import os
 import tempfile
 import weakref
+from pathlib import Path
 
 import numpy as np
 
@@ -53,6 +56,8 @@ class BatchRing:
 
 def allocate(length: int) -> int:
     """Return a file descriptor of memory that has no name: as good as a file, and gone with its last user."""
+    if length > available():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))  # else the system would end some process
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("batches")
         try:
@@ -64,3 +69,12 @@ def allocate(length: int) -> int:
     with tempfile.TemporaryFile() as file:  # macOS
         file.truncate(length)
         return os.dup(file.fileno())
+
+
+def available() -> float:
+    """Return the bytes of memory that are free, or could be; infinity where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return math.inf

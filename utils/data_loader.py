@@ -152,6 +152,7 @@ class BatchReader:
         """Wait until the last batch in this slot has been copied to the GPU."""
         copied = self.batches[job.slot].copied
         if copied is not None:
+            torch.cuda.set_device(copied.device)  # a thread starts with GPU 0, and would take memory there
             copied.synchronize()
 
     def start_process(self) -> ReaderProcess:
@@ -211,7 +212,12 @@ class Loader:
             self.stream, self.next = self.stream_from(begin), begin
         for _ in range(len(self) - first):
             self.next += 1
-            yield next(self.stream)
+            try:
+                batch = next(self.stream)
+            except BaseException:
+                self.stream = None  # it is at its end
+                raise
+            yield batch
 
     def stream_from(self, iteration: int) -> Iterator[Batch]:
         """Return batches without end, from an iteration on."""
@@ -262,5 +268,11 @@ def read_ahead(reader: BatchReader, order: Iterator[np.ndarray], depth: int, in_
 def pin_memory(memory: np.ndarray) -> None:
     """Register `memory` with CUDA: it stays where it is, and a GPU copies from it without the host's help."""
     runtime = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)))
+    try:
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)))
+    except RuntimeError as error:
+        raise OSError(
+            f"the GPU cannot use {memory.nbytes / 1e9:.2f} GB of batches ({error}): lower --local_batch_size or "
+            f"--num_data_workers, or raise the limit of locked memory (ulimit -l)"
+        ) from None
     weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False

@@ -21,7 +21,9 @@ QUEUE = 2  # batches that DALI works on: the one given out, and the next
 
 
 def check_dali() -> None:
-    """Raise ValueError, with the remedy, where DALI is not installed."""
+    """Raise ValueError, with the remedy, where DALI is not installed, or the GPU is none of NVIDIA's."""
+    if torch.version.hip:
+        raise ValueError("data_loader_config dali needs a GPU by NVIDIA: use --data_loader_config pytorch")
     try:
         import nvidia.dali  # noqa: F401
     except ImportError:
@@ -84,6 +86,7 @@ class DaliLoader(Loader):
 
     def _run(self, pipeline, raw: Iterator[Batch], fed: deque[Batch]) -> Iterator[Batch]:
         """Yield what the pipeline makes of the batches that it was fed."""
+        given: deque[tuple] = deque()  # outputs, and the event after which the device needs them no more
         with contextlib.closing(raw):  # the pipeline, which refers to itself, would keep it alive for a while
             while True:
                 # On a GPU the outputs are in order with what the current stream does next, and nobody waits here.
@@ -93,3 +96,8 @@ class DaliLoader(Loader):
                 batch.copied = stream and stream.record_event()
                 inp, target = outputs
                 yield replace(batch, inp=inp, target=target, counts=batch.counts.clone(), is_normalised=True)
+                if stream is not None:
+                    # DALI fills its memory again when nobody on the host refers to it: the device may be late.
+                    given.append((outputs, stream.record_event()))
+                    while given and (len(given) > QUEUE or given[0][1].query()):
+                        given.popleft()[1].synchronize()

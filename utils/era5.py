@@ -3,6 +3,7 @@
 A folder of `*.h5`, each with a dataset `fields` [time, channel, lat, lon]; see docs/data.md for the whole layout.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -12,6 +13,9 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+
+with contextlib.suppress(ImportError):  # brings further compressions to HDF5 (blosc, zstd ...) where it is installed
+    import hdf5plugin  # noqa: F401
 
 # The order of the tutorial's 20 channels, assumed where neither the configuration nor the file names them.
 ERA5_CHANNELS = (
@@ -33,6 +37,7 @@ class Files:
     times: tuple[np.ndarray | None, ...]  # seconds since 1970-01-01 of each step, where stored
     shape: tuple[int, int, int]  # C, H, W
     offsets: tuple[int | None, ...]  # where the values begin in each file; None where only HDF5 can read them
+    stamps: tuple[tuple[int, int], ...]  # size and date of each file: what is read later must be what was seen here
     chunk_rows: int | None  # rows of a chunk, the most that any file has; None where all are contiguous
     dtype: np.dtype
     channel_names: tuple[str, ...] | None
@@ -56,6 +61,7 @@ class Files:
             paths=tuple(str(path) for path in paths),
             steps=tuple(head.steps[0] for head in heads),
             times=tuple(head.times[0] for head in heads),
+            stamps=tuple(head.stamps[0] for head in heads),
             offsets=tuple(head.offsets[0] if head.dtype == dtype else None for head in heads),
             chunk_rows=max((head.chunk_rows for head in heads if head.chunk_rows), default=None),
             dtype=dtype,
@@ -183,6 +189,7 @@ def _read_head(path: Path) -> Files:
             fields = file["fields"]
             if not isinstance(fields, h5py.Dataset):
                 raise ValueError(f"{path}: 'fields' is a group: it must be a dataset [time, channel, lat, lon]")
+            _check_filters(path, fields)
             if fields.ndim != 4 or fields.dtype.kind != "f" or fields.dtype.itemsize > 4:
                 raise ValueError(
                     f"{path} holds fields of {fields.dtype} {list(fields.shape)}: "
@@ -202,7 +209,8 @@ def _read_head(path: Path) -> Files:
             def labels(name: str) -> tuple[str, ...] | None:
                 if name not in fields.attrs:
                     return None
-                values = tuple(v.decode() if isinstance(v, bytes) else str(v) for v in fields.attrs[name])
+                stored = np.atleast_1d(fields.attrs[name])
+                values = tuple(v.decode() if isinstance(v, bytes) else str(v) for v in stored)
                 if len(values) != shape[0]:
                     raise ValueError(f"{path} has {len(values)} {name} for {shape[0]} channels: mend the attribute")
                 return values
@@ -213,6 +221,7 @@ def _read_head(path: Path) -> Files:
                 steps=(length,),
                 times=(axis("time", length),),
                 offsets=(_offset(fields),),
+                stamps=(stamp(path),),
                 chunk_rows=fields.chunks and fields.chunks[2],
                 shape=tuple(shape),
                 dtype=fields.dtype.newbyteorder("="),
@@ -232,5 +241,24 @@ def _default_latitude(rows: int) -> np.ndarray:
 
 def _offset(fields: h5py.Dataset) -> int | None:
     """Return where a plain stretch of numbers begins: contiguous, written whole, in this machine's byte order."""
+    if not fields.nbytes:
+        return 0
     is_plain = fields.dtype.isnative and fields.chunks is None and fields.id.get_storage_size() == fields.nbytes
     return fields.id.get_offset() if is_plain else None
+
+
+def stamp(path: str | Path) -> tuple[int, int]:
+    """Return the size of a file and its date in ns."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def _check_filters(path: Path, fields: h5py.Dataset) -> None:
+    """Raise ValueError where HDF5 cannot decompress a dataset."""
+    stored = fields.id.get_create_plist()
+    for number, _, _, name in (stored.get_filter(i) for i in range(stored.get_nfilters())):
+        if not h5py.h5z.filter_avail(number):
+            raise ValueError(
+                f"{path} is compressed with {name.decode() or number}, which HDF5 here does not know: "
+                f"`pip install hdf5plugin`, or store it contiguous"
+            )

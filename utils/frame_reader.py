@@ -8,19 +8,16 @@ This file imports no torch: a process that only reads starts in a fraction of a 
 Shapes:  C channels   H W rows, columns, as read
 """
 
-import contextlib
 import os
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import h5py
 import numpy as np
 
-from utils.era5 import Files
-
-with contextlib.suppress(ImportError):  # brings further compressions to HDF5 (blosc, zstd ...) where it is installed
-    import hdf5plugin  # noqa: F401
+from utils.era5 import Files, stamp
 
 LARGEST_GAP = 1 / 16  # of what is wanted: a smaller gap is read as well, one request is cheaper than two
 CHANNELS_AT_ONCE = 500  # in one request: the system takes 1,024 pieces, and a gap is one, too
@@ -38,30 +35,66 @@ class Request(NamedTuple):
     gap: int  # bytes between channels that nobody wants
 
 
+class OpenFiles:
+    """The files of a data set that a process has open: each is opened when it is first needed, and once."""
+
+    def __init__(self, files: Files):
+        self.files, self.lock, self.opened = files, threading.Lock(), {}
+        self.end = weakref.finalize(self, _close, self.opened)
+
+    def __reduce__(self):
+        return OpenFiles, (self.files,)  # an open file does not travel to another process
+
+    def direct(self, file: int) -> int:
+        """Return a file descriptor."""
+        return self._get(file, lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+    def hdf5(self, file: int) -> tuple[h5py.Dataset, int]:
+        """Return the fields of an HDF5 file, and its file descriptor."""
+        return self._get(file, open_hdf5)
+
+    def _get(self, file: int, open_: Callable):
+        with self.lock:
+            if file not in self.opened:
+                if stamp(self.files.paths[file]) != self.files.stamps[file]:
+                    raise OSError("it is another file than at the start")
+                self.opened[file] = open_(self.files.paths[file])
+            return self.opened[file]
+
+
+def _close(opened: dict[int, int | tuple[h5py.Dataset, int]]) -> None:
+    for file in opened.values():
+        os.close(file) if isinstance(file, int) else file[0].file.close()
+
+
+def open_hdf5(path: str) -> tuple[h5py.Dataset, int]:
+    """Open a file for reads of single frames in any order; return its fields, and its file descriptor."""
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_sieve_buf_size(0)  # by default HDF5 reads 64 KB at least: three times a row of patches
+    access.set_cache(0, 0, 0, 1.0)  # no cache of chunks: in shuffled order none is read twice
+    access.set_file_locking(False, True)  # shared file systems lock slowly or not at all
+    file = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
+    return file["fields"], file.id.get_vfd_handle()
+
+
 class FrameReader:
-    """Reads chosen channels and rows of single frames; opens each file once, in the process that reads.
+    """Reads chosen channels and rows of single frames.
 
     Args:
         files: the files.
         channels: channel indices, in the order wanted.
         rows: the rows to read. There may be none: such a rank's shard of the tokens is all padding.
         columns: the number of columns, from the first.
+        opened: the open files, where another reader uses the same.
     """
 
-    def __init__(self, files: Files, channels: list[int], rows: range, columns: int):
+    def __init__(self, files: Files, channels: list[int], rows: range, columns: int, opened: OpenFiles | None = None):
+        self.opened = opened or OpenFiles(files)
         self.files, self.rows, self.shape = files, rows, (len(channels), len(rows), columns)
         self.runs = consecutive(channels)
         # A cropped row leaves a gap after every row: HDF5 fetches those better.
         self.is_direct = None not in files.offsets and columns == files.shape[2] and hasattr(os, "preadv")
         self.requests = list(self._plan()) if self.is_direct else [None]
-        self._open: dict[int, int | h5py.Dataset] = {}
-        self._lock = threading.Lock()
-
-    def __getstate__(self):
-        return {**self.__dict__, "_open": {}, "_lock": None}  # an open file does not travel to another process
-
-    def __setstate__(self, state):
-        self.__dict__ = {**state, "_lock": threading.Lock()}
 
     def _plan(self) -> Iterator[Request]:
         """The requests for a frame of a contiguous file."""
@@ -86,7 +119,7 @@ class FrameReader:
                 self._read_hdf5(file, t, out)
             else:
                 self._read_direct(file, t, out, request)
-        except (OSError, RuntimeError) as error:  # HDF5 raises either
+        except (OSError, RuntimeError, LookupError, ValueError, TypeError) as error:  # HDF5 raises any of them
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ReadError(
                 f"{self.files.paths[file]}: frame {t} cannot be read ({reason}): "
@@ -101,9 +134,7 @@ class FrameReader:
         return frame
 
     def _read_direct(self, file: int, t: int, out: np.ndarray, request: Request) -> None:
-        with self._lock:
-            if file not in self._open:
-                self._open[file] = os.open(self.files.paths[file], os.O_RDONLY | os.O_CLOEXEC)
+        fd = self.opened.direct(file)
         first = request.channels.start
         if request.gap:
             unwanted = np.empty(request.gap, np.uint8)
@@ -114,7 +145,7 @@ class FrameReader:
         frame_bytes = int(np.prod(self.files.shape)) * self.files.dtype.itemsize
         at = self.files.offsets[file] + t * frame_bytes + request.start
         while left:
-            got = os.preadv(self._open[file], left, at)
+            got = os.preadv(fd, left, at)
             if got == 0:
                 raise OSError(f"it ends at byte {at:,}")
             at += got
@@ -124,18 +155,14 @@ class FrameReader:
                 left[0] = left[0][got:]
 
     def _read_hdf5(self, file: int, t: int, out: np.ndarray) -> None:
-        with self._lock:
-            if file not in self._open:
-                access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-                access.set_sieve_buf_size(0)  # by default HDF5 reads 64 KB at least: three times a row of patches
-                access.set_cache(0, 0, 0, 1.0)  # no cache of chunks: in shuffled order none is read twice
-                access.set_file_locking(False, True)  # shared file systems lock slowly or not at all
-                name = os.fsencode(self.files.paths[file])
-                self._open[file] = h5py.File(h5py.h5f.open(name, h5py.h5f.ACC_RDONLY, access))["fields"]
+        fields, fd = self.opened.hdf5(file)
         rows, W = slice(self.rows.start, self.rows.stop), self.shape[-1]
         for position, channel, length in self.runs:
             source = np.s_[t, channel : channel + length, rows, :W]
-            self._open[file].read_direct(out, source, np.s_[position : position + length, :, :])
+            fields.read_direct(out, source, np.s_[position : position + length, :, :])
+        size = os.fstat(fd).st_size
+        if size < self.files.stamps[file][0]:  # HDF5 fills with zeros what is no longer there
+            raise OSError(f"it ends at byte {size:,}")
 
 
 def consecutive(channels: list[int]) -> list[tuple[int, int, int]]:

@@ -27,8 +27,16 @@ class FrameSharing:
         self.shards, self.index, self.group = shards, index, group
 
     def helps(self, chunk_rows: int | None) -> bool:
-        """Would ranks that read for themselves decode what they do not need? The same answer on every rank."""
-        return chunk_rows is not None and chunk_rows > max(len(shard.rows) for shard in self.shards)
+        """Would ranks that read for themselves decode what they do not need, or what others decode as well?
+
+        The same answer on every rank.
+        """
+        if chunk_rows is None:
+            return False
+        are_different = len({shard.first for shard in self.shards if shard.count}) == sum(
+            shard.count > 0 for shard in self.shards
+        )
+        return chunk_rows > max(len(shard.rows) for shard in self.shards) or not are_different
 
     def share(self, batch: int, index: int | None = None) -> slice:
         """Return the samples of a batch that a rank, by default this one, decodes."""

@@ -56,12 +56,13 @@ class ReadAhead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the readers; returns when none of them writes any more."""
+        """End the readers; returns when none of them writes any more, or at once where reading failed."""
         with self.changed:
             self.stopped = True
             self.changed.notify_all()
-        # The garbage collector may call this in any thread, and one of the readers cannot wait for itself.
-        if threading.current_thread() not in self.threads:
+        # A read that hangs must not keep the error from its user. And the garbage collector may call this in any
+        # thread: one of the readers cannot wait for itself.
+        if not self.error and threading.current_thread() not in self.threads:
             for thread in self.threads:
                 thread.join()
 

@@ -3,7 +3,7 @@
 HDF5 serves one thread of a process at a time, decompression included: compressed files need processes. One of them
 imports no torch, starts in a fraction of a second and takes some 50 MB.
 
-    python -m utils.read_worker SOCKET MEMORY      started by ReaderProcess: two file descriptors
+ReaderProcess starts one, and gives it two file descriptors: a socket, and the memory.
 """
 
 import os
@@ -18,21 +18,30 @@ from utils.batch_ring import BatchRing
 from utils.frame_reader import FrameReader, ReadError
 
 ROOT = Path(__file__).resolve().parent.parent
+# This project's `utils`, whatever the folder holds that the run was started in.
+START = "import sys; sys.path.insert(0, sys.argv[1]); from utils.read_worker import main; main(*map(int, sys.argv[2:]))"
 
 
 class ReaderProcess:
     """The process, as its parent sees it. It ends with its parent, whatever ends that."""
 
     def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int):
-        self.connection, child = Pipe()
+        try:
+            self.connection, child = Pipe()
+            self.process = self._start(child, fd)
+        except OSError as error:
+            raise ReadError(f"cannot start a reader process ({error}): lower --num_data_workers") from None
+        self._ask(slots, batch, readers)
+
+    @staticmethod
+    def _start(child: Connection, fd: int) -> subprocess.Popen:
         with child:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "utils.read_worker", str(child.fileno()), str(fd)],
+            return subprocess.Popen(
+                [sys.executable, "-c", START, str(ROOT), str(child.fileno()), str(fd)],
                 pass_fds=(child.fileno(), fd),
                 stdin=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
                     "OPENBLAS_NUM_THREADS": "1",
                     # Keep memory that was freed. To ask the system for each chunk's buffer anew makes blosc2 five
                     # times slower (glibc; other systems ignore this).
@@ -40,7 +49,6 @@ class ReaderProcess:
                     "MALLOC_TRIM_THRESHOLD_": str(2**40),
                 },
             )
-        self._ask(slots, batch, readers)
 
     def read(self, slot: int, part: int, place: int, file: int, t: int) -> None:
         """Fill frame `place` of the inputs (part 0) or targets (part 1) of a slot. Raises ReadError."""
@@ -97,7 +105,3 @@ def main(socket: int, memory: int) -> None:
         except ReadError as found:
             error = str(found)
         connection.send(error)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

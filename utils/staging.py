@@ -4,6 +4,7 @@ A file keeps its path below the stage folder, so several data sets can lie there
 again. The ranks of a node copy different files at the same time; none of them has to know of the others.
 """
 
+import contextlib
 import fcntl
 import shutil
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from utils.era5 import Files
+from utils.era5 import Files, stamp
 
 PIECE = 16 * 2**20  # bytes copied at a time
 REPORT_EVERY = 10  # s
@@ -48,13 +49,19 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
     progress.report(done=True)
     for i in used:
         paths[i] = str(copies[Path(paths[i])])
-    return replace(files, paths=tuple(paths))
+    stamps = list(files.stamps)
+    for i in used:
+        stamps[i] = stamp(paths[i])
+    return replace(files, paths=tuple(paths), stamps=tuple(stamps))
 
 
 def is_same(original: Path, copy: Path) -> bool:
     """Is `copy` a complete copy of `original`?"""
-    a, b = original.stat(), copy.stat() if copy.exists() else None
-    return b is not None and (a.st_size, a.st_mtime_ns) == (b.st_size, b.st_mtime_ns)
+    try:
+        (size, date), (size_there, date_there) = stamp(original), stamp(copy)
+    except FileNotFoundError:
+        return False
+    return size == size_there and abs(date - date_there) < 2e9  # ns: some file systems count in pairs of seconds
 
 
 def _copy(original: Path, copy: Path, progress: "_Progress") -> None:
@@ -82,11 +89,11 @@ class _Progress:
 
     def copied(self) -> int:
         """Return the bytes that are there."""
-        sizes = 0
+        total = 0
         for original, copy in self.copies.items():
-            for path in (copy,) if copy.exists() and is_same(original, copy) else (Path(f"{copy}.part"),):
-                sizes += path.stat().st_size if path.exists() else 0
-        return sizes
+            with contextlib.suppress(FileNotFoundError):  # another rank may just have renamed it
+                total += stamp(copy if is_same(original, copy) else f"{copy}.part")[0]
+        return total
 
     def check_space(self) -> None:
         """Raise ValueError where the rest does not fit."""

@@ -8,8 +8,9 @@ from torch import Tensor
 from utils.config import Config
 from utils.data_loader import Batch, Loader, SampleOrder
 from utils.data_loader_dali import DaliLoader, check_dali
+from utils.device_copies import DeviceCopies
 from utils.era5 import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
-from utils.frame_reader import FrameReader
+from utils.frame_reader import FrameReader, OpenFiles
 from utils.frame_sharing import FrameSharing
 from utils.metrics import Scores, latitude_weights
 from utils.staging import stage
@@ -104,7 +105,7 @@ class WeatherData:
         self.target_stats = self._column(means[outputs]), self._column(stds[outputs])
         # Compiled, it is one pass over the data: a cast, a difference and a quotient.
         self.normalise = torch.compile(normalise, fullgraph=True, dynamic=False) if config.enable_jit else normalise
-        self.copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies = DeviceCopies(device) if device.type == "cuda" else None
         self.train_loader = self._loader(self.train_files, self.train_pairs, shuffle=True)
         self.valid_loader = self._loader(self.valid_files, self.valid_pairs, shuffle=False)
 
@@ -129,7 +130,8 @@ class WeatherData:
         config = self.config
         is_shared = self.sharing is not None and self.sharing.helps(files.chunk_rows)
         rows, columns = range(self.img_size[0]) if is_shared else self.tokens.rows, self.img_size[1]
-        readers = tuple(FrameReader(files, channels, rows, columns) for channels in (self.inputs, self.outputs))
+        opened = OpenFiles(files)
+        readers = tuple(FrameReader(files, chosen, rows, columns, opened) for chosen in (self.inputs, self.outputs))
         batch_size = config.global_batch_size if shuffle else config.local_batch_size * self.num_shards
         order = SampleOrder(len(pairs), batch_size, shuffle, config.seed, self.num_shards, self.shard_id)
         how = {"num_workers": config.num_data_workers, "read_depth": config.read_depth}
@@ -151,25 +153,14 @@ class WeatherData:
         """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], or their shards, normalised on the device.
 
         They travel as they are stored (float16 as float16) and arrive in the default dtype. On a GPU the copy goes
-        along while the step before computes. On a CPU the batch's own memory is used: a batch passes here once.
+        along while the step before computes. What this returns is valid until the next batch passes here, and each
+        batch passes once: its memory is used again, on a CPU that of the batch itself.
         """
-        on_host = self.device.type == "cuda" and not batch.is_normalised
-        raw = self._copy(batch) if on_host else (batch.inp, batch.target)
+        raw = (batch.inp, batch.target) if self.copies is None or batch.is_normalised else self.copies.take(batch)
         mine = (self.sharing.exchange(x, len(batch.counts)) if batch.is_shared else self.tokens.cut(x) for x in raw)
         if batch.is_normalised:
             return tuple(x.to(torch.get_default_dtype()) for x in mine)
         return tuple(self.normalise(x, *stats) for x, stats in zip(mine, (self.inp_stats, self.target_stats)))
-
-    def _copy(self, batch: Batch) -> list[Tensor]:
-        """Start the copy on a stream of its own; the computation that follows waits for it on the device."""
-        with torch.cuda.stream(self.copy_stream):
-            raw = [x.to(self.device, non_blocking=True) for x in (batch.inp, batch.target)]
-            batch.copied = self.copy_stream.record_event()
-        current = torch.cuda.current_stream()
-        current.wait_event(batch.copied)
-        for x in raw:
-            x.record_stream(current)  # its memory belongs to the other stream: it must not be reused too early
-        return raw
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""

@@ -210,7 +210,10 @@ def test_compressed_frames_are_decoded_once_in_a_group(tmp_path, flags, workers)
     """Chunks of whole frames: 4 ranks decode as many frames as one. (Those of other processes are not counted.)"""
     write_data(tmp_path, chunks=(1, 3, 17, 32), compression="gzip")
     command = [str(ROOT / "tests/sharing_worker.py"), str(tmp_path), "--num_data_workers", workers, *flags]
-    results = [done.stdout.split() for done in run_ranks(4, command)]
+    results = []
+    for done in run_ranks(4, command):
+        assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+        results.append(done.stdout.split())
     assert [right for right, _ in results] == ["right"] * 4
     B, training, validation = (3, 19, 6) if flags[-2:] == ["--dt", "2"] else (8, 21, 7)
     frames = 2 * B * (training // B + -(-validation // B))

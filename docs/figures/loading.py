@@ -31,7 +31,7 @@ def main() -> None:
     left.set_title("Files in the page cache; lines: range of the repeats", fontsize=10)
     left.set_ylim(0.3)
     left.yaxis.set_major_formatter("{x:g}")
-    left.legend(ncols=2, fontsize=7, loc="upper center", bbox_to_anchor=(0.48, 1))
+    left.legend(ncols=2, fontsize=7, loc="upper center", bbox_to_anchor=(0.57, 1))
     left.grid(axis="y", alpha=0.3)
     left.set_axisbelow(True)
 

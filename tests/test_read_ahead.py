@@ -219,7 +219,6 @@ def test_buffers_that_do_not_fit_are_refused(tiny, monkeypatch):
         weather(tiny)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
 def test_more_than_the_memory_there_is_is_refused(tiny, monkeypatch):
     monkeypatch.setattr("utils.batch_ring.available", lambda: 1000)
     with pytest.raises(OSError, match="do not fit into memory .Cannot allocate memory"):
@@ -246,6 +245,7 @@ def test_after_an_error_an_epoch_can_be_read_again(folder):
     assert len(read(data.train_loader)) == 2
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_whose_file_breaks_ends_with_one_line(folder, workers):
     """The second epoch finds a file that is shorter than at the start."""
     code = (

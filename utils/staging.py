@@ -29,9 +29,9 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
     """
     paths, used = list(files.paths), sorted({int(i) for i in used})
     copies = {Path(paths[i]): Path(folder, *Path(paths[i]).resolve().parts[1:]) for i in used}
-    progress = _Progress(copies, folder)
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
+        progress = _Progress(copies, folder)
         progress.check_space()
         todo, rank = list(copies.items()), dist.get_rank() if dist.is_initialized() else 0
         for original, copy in todo[rank % len(todo) :] + todo[: rank % len(todo)]:

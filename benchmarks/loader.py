@@ -36,8 +36,8 @@ from benchmarks.record import write_record
 from utils.data_loader import Loader, SampleOrder
 from utils.era5 import Files
 from utils.frame_reader import FrameReader
+from utils.normalisation import Normaliser
 from utils.sample_data import write_shape
-from utils.weather_data import normalise
 
 SHAPE, B, SAMPLES = (20, 360, 720), 4, 25  # 24 pairs: six batches an epoch
 LAYOUTS = ("contiguous", "chunked", "gzip", "blosc2", "float16")
@@ -125,11 +125,12 @@ class Normalised:
 
     def __init__(self, files: Files, order: SampleOrder):
         self.loader = native(files, order, 1)
-        self.stats = torch.zeros(1, files.shape[0], 1, 1), torch.ones(1, files.shape[0], 1, 1)
+        zeros = torch.zeros(1, files.shape[0], 1, 1)
+        self.normalise = [Normaliser(zeros, zeros + 1) for _ in "it"]
 
     def epoch(self, epoch: int) -> Iterator[list[torch.Tensor]]:
         for batch in self.loader.epoch(epoch):
-            yield [normalise(x, *self.stats) for x in (batch.inp, batch.target)]
+            yield [normalise(x) for normalise, x in zip(self.normalise, (batch.inp, batch.target))]
 
 
 def dali(files: Files, order: SampleOrder) -> Loader:

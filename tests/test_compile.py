@@ -30,11 +30,12 @@ def test_enable_jit_compiles_and_no_compiler_is_one_line(tiny, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", keep)
     run_here(tiny_flags(tiny, "--enable_jit"))
-    normalise, *blocks = compiled
-    assert normalise[0] == "normalise" and blocks == [("Block", {"fullgraph": True, "mode": "default"})] * 2
+    inputs, targets, *blocks = compiled
+    assert inputs[0] == targets[0] == "normalise"
+    assert blocks == [("Block", {"fullgraph": True, "mode": "default"})] * 2
     compiled.clear()
     run_here(tiny_flags(tiny, "--enable_jit", "--compile_modules", "MLP", "PatchEmbed", "--compile_mode=max-autotune"))
-    assert sorted(name for name, _ in compiled) == ["MLP", "MLP", "PatchEmbed", "normalise"]
+    assert sorted(name for name, _ in compiled) == ["MLP", "MLP", "PatchEmbed", "normalise", "normalise"]
     assert all(kwargs["mode"] == "max-autotune" for name, kwargs in compiled if name != "normalise")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)

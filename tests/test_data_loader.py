@@ -86,6 +86,16 @@ def test_normalising_in_one_pass_changes_nothing(tmp_path, dtype):
             assert x.dtype == torch.float32 and torch.equal(x, y)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_normalising_uses_its_memory_again(tmp_path, dtype):
+    write_data(tmp_path)
+    for path in tmp_path.glob("*/*.h5"):
+        write_file(path, fields(9, 3, 17, 32).astype(dtype))
+    data = weather(tmp_path)
+    memory = [[x.data_ptr() for x in data.to_device(batch)] for batch in data.train_loader.epoch()]
+    assert len(memory) > 1 and memory == memory[:1] * len(memory) and len(set(memory[0])) == 2
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_validation_is_complete_and_in_order(tiny, ranks):
     seen, steps = [], set()

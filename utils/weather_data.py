@@ -13,6 +13,7 @@ from utils.era5 import STORED_STEP_HOURS, Files, channel_indices, check_crop, lo
 from utils.frame_reader import FrameReader, OpenFiles
 from utils.frame_sharing import FrameSharing
 from utils.metrics import Scores, latitude_weights
+from utils.normalisation import Normaliser
 from utils.staging import stage
 from utils.token_shard import TokenShard
 
@@ -101,10 +102,10 @@ class WeatherData:
         if config.stage_dir is not None:
             self.train_files = stage(self.train_files, self.train_pairs[:, 0], config.stage_dir)
             self.valid_files = stage(self.valid_files, self.valid_pairs[:, 0], config.stage_dir)
-        self.inp_stats = self._column(means[inputs]), self._column(stds[inputs])
-        self.target_stats = self._column(means[outputs]), self._column(stds[outputs])
-        # Compiled, it is one pass over the data: a cast, a difference and a quotient.
-        self.normalise = torch.compile(normalise, fullgraph=True, dynamic=False) if config.enable_jit else normalise
+        self.normalise = [
+            Normaliser(self._column(means[channels]), self._column(stds[channels]), config.enable_jit)
+            for channels in (inputs, outputs)
+        ]
         self.copies = DeviceCopies(device) if device.type == "cuda" else None
         self.train_loader = self._loader(self.train_files, self.train_pairs, shuffle=True)
         self.valid_loader = self._loader(self.valid_files, self.valid_pairs, shuffle=False)
@@ -160,7 +161,7 @@ class WeatherData:
         mine = (self.sharing.exchange(x, len(batch.counts)) if batch.is_shared else self.tokens.cut(x) for x in raw)
         if batch.is_normalised:
             return tuple(x.to(torch.get_default_dtype()) for x in mine)
-        return tuple(self.normalise(x, *stats) for x, stats in zip(mine, (self.inp_stats, self.target_stats)))
+        return tuple(normalise(x) for normalise, x in zip(self.normalise, mine))
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
@@ -174,9 +175,3 @@ class WeatherData:
         rows = slice(self.tokens.rows.start, self.tokens.rows.stop)
         weights, climatology = (self.tokens.cut(x[..., rows, :]) for x in (weights, self._tensor(self.climatology)))
         return Scores(weights, climatology, self.origins, self.tokens.sum, self.group)
-
-
-def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return (x - mean) / std in the dtype of `mean`; in place where `x` has it."""
-    shifted = x.sub_(mean) if x.dtype == mean.dtype else x - mean
-    return shifted.div_(std)

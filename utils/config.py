@@ -319,4 +319,6 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             if name.endswith("_path") and str(getattr(config, name)).startswith("/data/")
         }
         config = replace(config, **moved)
+        if not moved:
+            remarks.append(f"data_dir changes nothing: no path of section {section!r} begins with /data")
     return config, remarks

@@ -154,10 +154,14 @@ class WeatherData:
         """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], or their shards, normalised on the device.
 
         They travel as they are stored (float16 as float16) and arrive in the default dtype. On a GPU the copy goes
-        along while the step before computes. What this returns is valid until the next batch passes here, and each
-        batch passes once: its memory is used again, on a CPU that of the batch itself.
+        along while the step before computes, and the host waits here for the one before that. What this returns is
+        valid until the next batch passes here, and each batch passes once: its memory is used again, on a CPU that of
+        the batch itself.
         """
-        raw = (batch.inp, batch.target) if self.copies is None or batch.is_normalised else self.copies.take(batch)
+        raw = batch.inp, batch.target
+        if self.copies is not None:
+            self.copies.pace()
+            raw = raw if batch.is_normalised else self.copies.take(batch)
         mine = (self.sharing.exchange(x, len(batch.counts)) if batch.is_shared else self.tokens.cut(x) for x in raw)
         if batch.is_normalised:
             return tuple(x.to(torch.get_default_dtype()) for x in mine)

@@ -1,0 +1,112 @@
+"""Do the tests of loading and preparing data see a fault? Make one at a time, and run the tests that guard it.
+
+    make mutations          this takes about 10 minutes of it on 2 cores
+
+A fault that no test sees ends the run with code 1.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# file, the line as it stands, the line with the fault, tests that must see it
+MUTATIONS = [
+    (
+        "data_loader",
+        "            yield reader.batches[slots[-1]]\n            if len(slots) == in_use:\n"
+        "                ahead.release(slots.popleft())\n",
+        "            ahead.release(slots[-1])\n            yield reader.batches[slots.popleft()]\n",
+        "read_ahead",
+    ),
+    ("data_loader", "if len(slots) == in_use:", "if len(slots) >= 1:", "dali"),
+    ("data_loader", "if self.stream is None or (away if", "if self.stream is None or (0 * away if", "data_loader"),
+    ("data_loader", "else away % len(self)):", "else away):", "read_ahead"),
+    ("data_loader", "self.stream = None  # it is at its end", "pass", "read_ahead"),
+    ("data_loader", "max(1, -(-self.depth // max(requests, 1)))", "1", "read_ahead"),
+    ("data_loader", "torch.from_numpy(samples >= 0)", "torch.ones(len(samples))", "data_loader"),
+    ("data_loader", "int(t) + part * self.dt", "int(t)", "data_loader"),
+    ("read_ahead", "if self.error:\n                raise self.error", "pass", "read_ahead"),
+    ("read_ahead", " and threading.current_thread() not in self.threads", "", "read_ahead"),
+    ("read_ahead", "self.left[job.slot] -= 1", "self.left[job.slot] = 0", "read_ahead"),
+    ("read_ahead", "thread.join()", "pass", "read_ahead"),
+    ("batch_ring", "if length > available():", "if False:", "read_ahead"),
+    ("read_worker", "signal.signal(getattr(signal, name), signal.SIG_IGN)", "pass", "read_ahead"),
+    ("read_worker", "str(ROOT), str(child", '".", str(child', "read_ahead"),
+    ("read_worker", "        self.connection.close()\n        try:", "        try:", "read_ahead"),
+    ("frame_reader", "        while left:\n            got", "        if left:\n            got", "frame_reader"),
+    ("frame_reader", "left[0] = left[0][got:]", "pass", "frame_reader"),
+    ("frame_reader", "+ self.rows.start * row, channels", ", channels", "frame_reader"),
+    ("frame_reader", "if got == 0:", "if got < 0:", "frame_reader"),
+    ("frame_reader", "if stamp(self.files.paths[file]) != self.files.stamps[file]:", "if False:", "frame_reader"),
+    ("frame_reader", "if size < self.files.stamps[file][0]:", "if False:", "frame_reader"),
+    ("frame_reader", "access.set_sieve_buf_size(0)", "pass", "frame_reader"),
+    ("frame_reader", "CHANNELS_AT_ONCE = 500", "CHANNELS_AT_ONCE = 1", "frame_reader"),
+    ("frame_reader", "os.close(file) if isinstance(file, int) else file[0].file.close()", "pass", "read_ahead"),
+    ("data_loader_dali", ", stddev=std, axes", ", axes", "dali"),
+    ("data_loader_dali", "**more, in_use=QUEUE)", "**more, in_use=1)", "dali"),
+    ("data_loader_dali", "counts=batch.counts.clone()", "counts=batch.counts", "dali"),
+    ("normalisation", "if x.shape not in self.casts:", "if True:", "data_loader"),
+    ("normalisation", ".div_(std)", "", "data_loader"),
+    ("frame_sharing", "batch * index // ranks, batch", "0, batch", "parallel"),
+    ("frame_sharing", "chunk_rows > max(", "chunk_rows < max(", "parallel"),
+    ("staging", "size == size_there and abs(date - date_there) < 2e9", "size == size_there", "staging"),
+    ("staging", "part.unlink(missing_ok=True)", "pass", "staging"),
+    ("staging", "if missing > free:", "if False:", "staging"),
+    ("staging", "fcntl.flock(lock, fcntl.LOCK_EX)  #", "#", "staging"),
+    ("dataset_writer", "if t > 0 and not gap:", "if t > 0:", "prepare_data"),
+    ("dataset_writer", "self.differences += t > 0 and not gap", "self.differences += t > 0", "prepare_data"),
+    ("dataset_writer", "            wide = values.double()\n", "            wide = values\n", "prepare_data"),
+    ("unfinished", "writer.load(self.folder", "(self.folder", "prepare_data"),
+    ("unfinished", 'missing.update(self.known["missing"])', "pass", "prepare_data"),
+    ("unfinished", 'self.known.get("request") != self.request', "not self.known", "prepare_data"),
+    ("unfinished", 'if all((self.new / f"{name}.h5").exists() for name in known["done"])', "if True", "prepare_data"),
+    ("unfinished", "kind is None or issubclass(kind, ValueError)", "True", "prepare_data"),
+    ("unfinished", "old.rename(self.out)", "pass", "prepare_data"),
+    ("unfinished", "fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "prepare_data"),
+    ("prepare_data", "bad = ~(np.abs(values) < LARGEST)", "bad = np.isnan(values)", "prepare_data"),
+    ("prepare_data", "missing[name] += count", "pass", "prepare_data"),
+    ("prepare_data", "(np.diff(years) != 0) | ", "", "prepare_data"),
+    ("archive", "np.roll(values[:, i], -self.rolled, axis=-1) if self.rolled else ", "", "prepare_data"),
+    ("archive", "np.diff(times) <= 0", "np.diff(times) < 0", "prepare_data"),
+    ("archive", "    if len(odd):", "    if False:", "prepare_data"),
+    ("archive", "if len(gaps) and not allow_gaps:", "if False:", "prepare_data"),
+    ("archive", "if piece.fixed != first.fixed:", "if False:", "prepare_data"),
+    ("archive", "units.setdefault(key, unit) != unit", "units.setdefault(key, unit) and False", "prepare_data"),
+    ("archive", "or not np.allclose(values, expected, atol=1e-4)", "", "prepare_data"),
+    ("archive_file", "values[:, :, ::-1] if self.latitude[0] < self.latitude[-1] else ", "", "prepare_data"),
+    ("archive_file", "0.01 if values.level", "1.0 if values.level", "prepare_data"),
+    ("archive_file", 'times = times + values[name]', "values[name]", "prepare_data"),
+]  # fmt: skip
+
+
+def main() -> int:
+    survivors = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "code")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "data", ".*_cache"))
+        for name, old, new, tests in MUTATIONS:
+            file = copy / "utils" / f"{name}.py"
+            original = file.read_text()
+            assert old in original, f"{file.name} does not hold {old!r}"
+            file.write_text(original.replace(old, new, 1))
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/test_{tests}.py"]
+            try:
+                done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, env=os.environ)
+                failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            except subprocess.TimeoutExpired:
+                failed = ["the tests hang"]
+            file.write_text(original)
+            print(f"{'seen' if failed else 'NOT SEEN'}: {file.name}: {new.strip() or f'without {old}'}", flush=True)
+            print(f"    {(failed or ['no error'])[0]}", flush=True)
+            if not failed:
+                survivors.append((name, old))
+    print(f"{len(MUTATIONS) - len(survivors)} of {len(MUTATIONS)} faults were seen")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

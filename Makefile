@@ -67,9 +67,10 @@ benchmark: data/demo $(TOOLS)
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
 
-# Is the certificate worth something? Removes or doubles every reduction, one at a time: about 10 minutes.
-mutations: $(READY)
+# Are the certificate and the tests worth something? Makes one fault at a time: about 20 minutes.
+mutations: $(TOOLS)
 	$(PYTHON) tests/mutations.py
+	$(PYTHON) tests/loading_mutations.py
 
 # Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
 combinations: $(READY)

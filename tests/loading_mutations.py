@@ -1,6 +1,6 @@
 """Do the tests of loading and preparing data see a fault? Make one at a time, and run the tests that guard it.
 
-    make mutations          this takes about 10 minutes of it on 2 cores
+    make mutations          about 10 minutes of it on 2 cores
 
 A fault that no test sees ends the run with code 1.
 """

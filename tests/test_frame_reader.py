@@ -166,20 +166,20 @@ def bytes_read_by_this_process():
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count the bytes that are read")
-@pytest.mark.parametrize("layout", [{}, {"chunks": (1, 1, 8, 128)}])
+@pytest.mark.parametrize("layout, columns", [({}, 128), ({}, 120), ({"chunks": (1, 1, 8, 128)}, 128)])
 @pytest.mark.parametrize(
     "shards, patch_rows", [(1, [8]), (4, [2, 2, 2, 2]), (7, [2, 2, 2, 2, 2, 3, 1]), (72, [1] * 64 + [0] * 8)]
 )
-def test_a_rank_reads_the_patch_rows_of_its_tokens_and_no_more(tmp_path, layout, shards, patch_rows):
+def test_a_rank_reads_the_patch_rows_of_its_tokens_and_no_more(tmp_path, layout, columns, shards, patch_rows):
     """Counted by the operating system: 8 x 16 patches of 8 points, 4 KB a row of patches and channel."""
     write_file(tmp_path / "2000.h5", fields(2, 3, 64, 128), **layout)
     files = Files.open(str(tmp_path))
     for i, count in enumerate(patch_rows):
         shard = TokenShard((64, 128), 8, shards, i)
-        frames = FrameReader(files, [0, 2], shard.rows, 128)
+        frames = FrameReader(files, [0, 2], shard.rows, columns)
         frames.read_frame(0, 1)  # opens the file, and its table of chunks
         before = bytes_read_by_this_process()
         nothing = bytes_read_by_this_process() - before
         before = bytes_read_by_this_process()
         frame = frames.read_frame(0, 1)
-        assert bytes_read_by_this_process() - before - nothing == frame.nbytes == count * 2 * 8 * 128 * 4
+        assert bytes_read_by_this_process() - before - nothing == frame.nbytes == count * 2 * 8 * columns * 4

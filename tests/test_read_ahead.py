@@ -83,6 +83,14 @@ def test_the_next_epoch_is_read_while_the_loop_does_something_else(tiny, monkeyp
     assert seen[:64] == expected  # nothing twice
 
 
+def test_validation_goes_on_with_what_was_read_ahead(tiny):
+    loader = weather(tiny, "--num_data_workers", "1").valid_loader
+    read(loader)
+    stream = loader.stream
+    read(loader)
+    assert loader.stream is stream
+
+
 def test_no_batch_is_overwritten_while_it_is_in_use(tiny):
     data = weather(tiny, "--num_data_workers", "4", "--global_batch_size", "2")
     pairs = read(weather(tiny, "--global_batch_size", "2").train_loader)

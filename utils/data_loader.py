@@ -211,12 +211,12 @@ class Loader:
                 self.stream.close()
             self.stream, self.next = self.stream_from(begin), begin
         for _ in range(len(self) - first):
-            self.next += 1
             try:
                 batch = next(self.stream)
             except BaseException:
                 self.stream = None  # it is at its end
                 raise
+            self.next += 1
             yield batch
 
     def stream_from(self, iteration: int) -> Iterator[Batch]:

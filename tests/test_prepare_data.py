@@ -1,5 +1,6 @@
 """From archives to training files: the same numbers, in bounded memory, all or nothing; and the check of a folder."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -323,6 +324,28 @@ def test_a_file_that_is_gone_is_made_anew(tmp_path, interrupted, monkeypatch, ca
     (tmp_path / ".out-unfinished/new/train/2000.h5").unlink()
     assert main(interrupted) == 0
     assert "is damaged" in capsys.readouterr().out and len(list((tmp_path / "out/train").iterdir())) == 3
+
+
+def test_two_runs_do_not_write_the_same_folder(tmp_path, interrupted, capsys):
+    (tmp_path / ".out-unfinished").mkdir()
+    with (tmp_path / ".out-unfinished/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(interrupted) == 2
+    assert "another run is writing" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main(interrupted) == 0
+
+
+def test_a_replacement_that_was_stopped_between_its_renames_loses_nothing(tmp_path, interrupted):
+    assert main(interrupted) == 0
+    before = read(tmp_path / "out")
+    (tmp_path / ".out-unfinished").mkdir()
+    (tmp_path / "out").rename(tmp_path / ".out-unfinished/old")
+    assert main([*interrupted, "--overwrite", "--channels", "nonsense"]) == 2
+    assert not (tmp_path / "out").exists()  # nothing was begun
+    assert main(interrupted) == 2  # it is there again, and stays
+    assert same(read(tmp_path / "out"), before)
+    assert main([*interrupted, "--overwrite", "--channels", "z850"]) == 0
+    assert read(tmp_path / "out")["train/2001.h5"]["channel_names"] == ["z850"]
 
 
 def test_nothing_of_others_is_replaced(tmp_path, monkeypatch, capsys):

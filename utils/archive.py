@@ -51,7 +51,7 @@ class Archive:
 
     @staticmethod
     def open(paths: list[str], channels: list[str] | None = None, allow_gaps: bool = False) -> "Archive":
-        """Open files and find the channels: by default all there are, else those named (see `find`).
+        """Open files and find the channels: those named (see `find`), by default all there are, by name and level.
 
         Raises ValueError, in one line with the remedy, for files that cannot be read, variables that are missing,
         grids and units that differ, and times that go back, differ between channels or leave gaps.
@@ -72,7 +72,9 @@ class Archive:
             raise ValueError(useless[variable])
         if not pieces:
             raise ValueError("the files hold no channel: a variable with a time, a latitude and a longitude")
-        named = [find(text, list(pieces)) for text in channels or map(_default_name, pieces)]
+        # By name: files come in any order, and not every format keeps the order of its variables.
+        by_name = sorted(pieces, key=lambda key: (key[0], key[1] or 0))
+        named = [find(text, list(pieces)) for text in channels or map(_default_name, by_name)]
         names = [name for name, _ in named]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

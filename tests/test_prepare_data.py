@@ -294,6 +294,18 @@ def test_an_unfinished_run_of_other_data_is_left_behind(tmp_path, interrupted, m
     assert read(tmp_path / "out")["train/2001.h5"]["channel_names"] == ["z850"]
 
 
+def test_missing_values_are_counted_across_an_interruption(tmp_path, monkeypatch, capsys):
+    raw, original = dataset(steps=1500), prepare_data._read
+    raw.t2m[[3, 1400], 2, 5] = np.nan
+    command = [write(tmp_path / "raw", raw), "--out", str(tmp_path / "out"), "--fill", "t2m=271.5"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "_read", lambda a, i, *more: original(a, i, *more) if i < 1000 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main([*command, "--memory_gb", "1e-4"])
+    assert main([*command, "--memory_gb", "1e-4"]) == 0
+    assert "missing values: 2 of t2m, filled" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("fault", ["disk", "memory"])
 def test_what_is_no_fault_of_the_data_keeps_what_is_done(tmp_path, interrupted, monkeypatch, capsys, fault):
     original = prepare_data._read
@@ -511,6 +523,7 @@ def test_files_that_do_not_fit_together(tmp_path, capsys):
         )
         for start, level, name in (("2000-12-25", (500, 850), "p500.nc"), ("2001-01-04", (850, 500), "p850.nc"))
     ]
+    twice = write(tmp_path / "raw", dataset().isel(time=[0, 1, 1, 2]), "twice.nc")
     text = tmp_path / "raw/text.nc"
     text.write_text("no data")
     for inputs, words in (
@@ -521,6 +534,7 @@ def test_files_that_do_not_fit_together(tmp_path, capsys):
         ([a, moved], ["moved.nc has the longitude 1 to 338.5"]),
         ([a, later], ["has the time 2000-12-25T00:00, and z500 has not: give the same times"]),
         ([a, a], ["is followed by", "a.nc): time must rise", "leave out what is there twice"]),
+        ([twice], ["06:00 is followed by 2000-12-25T06:00", "time must rise"]),
         ([a, celsius], ["t2m is in K in", "and in degC in", "to one unit"]),
         (ones, ["stands for {'p': 500} in", "for {'p': 850}", "files of one kind"]),
         ([str(text)], ["cannot read", "text.nc as NetCDF, Zarr or GRIB"]),

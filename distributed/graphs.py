@@ -1,5 +1,6 @@
 """CUDA graphs: a function's kernels are recorded once and replayed, and the host no longer launches them one by one."""
 
+import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ class CudaGraph:
 
     def record(self) -> AbstractContextManager:
         """Record, and do not run, what is launched inside; the threads of the data loader may go on meanwhile."""
+        gc.collect()  # what is collected in the middle of it may free pinned memory, which a recording forbids
         stream = torch.cuda.current_stream()
         return torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local")
 

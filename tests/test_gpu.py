@@ -1,6 +1,7 @@
 """What only a GPU can show. Skipped elsewhere; `pytest -m gpu` runs these."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -103,6 +104,30 @@ def test_batches_on_the_gpu(tmp_path, flags, dtype, layout):
     for got, (_, _, wanted) in zip(kept, batches(tmp_path, "cpu", "--device", "cpu"), strict=True):
         for x, y in zip(got, wanted):
             torch.testing.assert_close(x.cpu(), y, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("loader", ["pytorch", "dali"])
+def test_the_host_waits_for_the_step_before_last_and_not_in_the_loader(tmp_path, loader, workers):
+    """A step of 0.1 s or so is long against reading: the loader must not wait for it."""
+    if loader == "dali":
+        pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    flags = ["--num_data_workers", workers, "--data_loader_config", loader, "--global_batch_size", "1"]
+    data = WeatherData(load_config(tiny_flags(write_data(tmp_path), *flags))[0].with_batches(1), torch.device("cuda"))
+    steps, waited = [], 0.0
+    reader = data.train_loader.epoch()
+    for i in range(8):
+        asked = time.perf_counter()
+        batch = next(reader)
+        if i > 3:
+            waited += time.perf_counter() - asked
+        data.to_device(batch)
+        if i > 1:
+            assert steps[-2].query(), "the host runs further ahead"
+            assert not steps[-1].query(), "it waits for the step in progress"
+        torch.cuda._sleep(200_000_000)
+        steps.append(torch.cuda.current_stream().record_event())
+    assert waited < 0.1
 
 
 @pytest.mark.parametrize(

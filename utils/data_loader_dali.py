@@ -87,17 +87,24 @@ class DaliLoader(Loader):
     def _run(self, pipeline, raw: Iterator[Batch], fed: deque[Batch]) -> Iterator[Batch]:
         """Yield what the pipeline makes of the batches that it was fed."""
         given: deque[tuple] = deque()  # outputs, and the event after which the device needs them no more
+        own = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         with contextlib.closing(raw):  # the pipeline, which refers to itself, would keep it alive for a while
-            while True:
-                # On a GPU the outputs are in order with what the current stream does next, and nobody waits here.
-                stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-                outputs = [torch.from_dlpack(out.as_tensor()) for out in pipeline.run(stream)]
-                batch = fed.popleft()
-                batch.copied = stream and stream.record_event()
-                inp, target = outputs
-                yield replace(batch, inp=inp, target=target, counts=batch.counts.clone(), is_normalised=True)
-                if stream is not None:
-                    # DALI fills its memory again when nobody on the host refers to it: the device may be late.
-                    given.append((outputs, stream.record_event()))
-                    while given and (len(given) > QUEUE or given[0][1].query()):
-                        given.popleft()[1].synchronize()
+            try:
+                while True:
+                    # On a stream of its own, DALI's work is done when it is done, whatever the step before still does.
+                    with torch.cuda.stream(own):  # None, on a CPU, changes nothing
+                        outputs = [torch.from_dlpack(out.as_tensor()) for out in pipeline.run(own)]
+                    batch = fed.popleft()
+                    if own is not None:
+                        batch.copied = own.record_event()
+                        torch.cuda.current_stream(self.device).wait_event(batch.copied)
+                    inp, target = outputs
+                    yield replace(batch, inp=inp, target=target, counts=batch.counts.clone(), is_normalised=True)
+                    if own is not None:
+                        # DALI fills its memory again when nobody on the host refers to it: the device may be late.
+                        given.append((outputs, torch.cuda.current_stream(self.device).record_event()))
+                        while given and (len(given) > QUEUE or given[0][1].query()):
+                            given.popleft()[1].synchronize()
+            finally:
+                if own is not None:  # before the outputs are dropped
+                    torch.cuda.current_stream(self.device).synchronize()

@@ -46,7 +46,7 @@ def make_run_folder(config: Config, name: str) -> Path:
 class Run:
     """Counts the iterations, keeps the records, and says when to stop.
 
-    Losses stay on the device and travel to the host a few at a time, without a wait: the loop adds no synchronisation.
+    Losses stay on the device and travel to the host a few at a time: the loop never waits for the step in progress.
 
     Args:
         flops: floating point operations of one forward pass on one sample.

@@ -5,14 +5,14 @@
 `make mutations` runs it, too: about 10 minutes on 2 cores. A fault that no test sees ends the run with code 1.
 """
 
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.faults import try_faults
+
 SHARING = "parallel.py::test_compressed_frames_are_decoded_once_in_a_group"
 # file, the line as it stands, the line with the fault, tests that must see it
 MUTATIONS = [
@@ -82,31 +82,17 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-def main() -> int:
-    survivors, chosen = [], [m for m in MUTATIONS if m[0] in sys.argv[1:] or not sys.argv[1:]]
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "code")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "data", ".*_cache"))
-        for name, old, new, tests in chosen:
-            file = copy / "utils" / f"{name}.py"
-            original = file.read_text()
-            assert old in original, f"{file.name} does not hold {old!r}"
-            file.write_text(original.replace(old, new, 1))
-            tests = f"tests/test_{tests}" if ".py" in tests else f"tests/test_{tests}.py"
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
-            try:
-                done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120, env=os.environ)
-                failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            except subprocess.TimeoutExpired:
-                failed = ["the tests hang"]
-            file.write_text(original)
-            print(f"{'seen' if failed else 'NOT SEEN'}: {file.name}: {new.strip() or f'without {old}'}", flush=True)
-            print(f"    {(failed or ['no error'])[0]}", flush=True)
-            if not failed:
-                survivors.append((name, old))
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} faults were seen")
-    return 1 if survivors else 0
+def look(copy: Path, tests: str) -> str | None:
+    """Run tests on the changed code."""
+    path = f"tests/test_{tests}" if ".py" in tests else f"tests/test_{tests}.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path]
+    try:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "the tests hang"
+    return next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), None)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    chosen = [fault for fault in MUTATIONS if fault[0] in sys.argv[1:] or not sys.argv[1:]]
+    sys.exit(try_faults([(f"utils/{name}.py", *fault) for name, *fault in chosen], look))

@@ -34,7 +34,7 @@ class DeviceCopies:
         current, sources = torch.cuda.current_stream(self.device), (batch.inp, batch.target)
         key = tuple((x.shape, x.dtype) for x in sources)
         if key not in self.buffers:
-            self.buffers[key] = deque([torch.empty_like(x, device=self.device) for x in sources] for _ in "12")
+            self.buffers[key] = deque([torch.empty_like(x, device=self.device) for x in sources] for _ in range(2))
             self.stream.wait_stream(current)  # that memory may have been another tensor's
         self.buffers[key].rotate()
         buffer = self.buffers[key][0]

@@ -13,11 +13,17 @@
 #   ENABLE_PROFILING  1 runs rank 0 under nsys; the report is LOGDIR/PROFILE_OUTPUT.nsys-rep
 #   TRAIN_SCRIPT      Default: train.py
 #
+# A job that reaches its time limit goes on by itself: 120 s before (--signal) Slurm sends USR1 to the ranks, they save
+# and exit with 75, and this script puts the job into the queue again, until num_iters is done. sbatch --no-requeue for
+# a job that ends instead. README.md's chapter on long runs says more.
+#
 # Only options that every Slurm knows stand here. What a machine needs besides (account, queue, GPUs) comes from
 # SBATCH_* variables, which `source sites/<machine>.sh` sets, or from sbatch's command line.
 #SBATCH -J vit-era5
 #SBATCH -o vit-era5-%j.out
 #SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=USR1@120
 #SBATCH -t 01:00:00
 
 set -eo pipefail
@@ -105,15 +111,31 @@ export NSYS_OUTPUT="$LOGDIR/${PROFILE_OUTPUT:-profile}"
 # The profiler opens and closes the range from train.py (cudaProfilerApi); --kill none lets the run end by itself.
 # shellcheck disable=SC2016  # the task expands these, not this shell
 task='source ./export_DDP_vars.sh || exit 1
-if [ "$ENABLE_PROFILING" = 1 ] && [ "$RANK" = 0 ]; then
+if [ "$ENABLE_PROFILING" = 1 ]; then
     command -v nsys >/dev/null || { echo "submit_pm.sh: ENABLE_PROFILING=1, but there is no nsys on PATH" >&2; exit 1; }
-    exec nsys profile --trace=cuda,cublas,nvtx --kill none -c cudaProfilerApi -f true -o "$NSYS_OUTPUT" "$@"
+    [ "$RANK" != 0 ] ||
+        exec nsys profile --trace=cuda,cublas,nvtx --kill none -c cudaProfilerApi -f true -o "$NSYS_OUTPUT" "$@"
 fi
 exec "$@"'
 
-# One rank that fails must end the job, not leave the others waiting in a collective. --export=ALL: after
-# sbatch --export=NONE the tasks would otherwise miss what the site file set.
-launch=(srun -u --kill-on-bad-exit=1 --export=ALL "${srun_args[@]}" "${container[@]}")
+# When Slurm starts a job for the second time, it goes on where it was.
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || flags+=(--resume auto)
+
+# One rank that fails must end the job: the ranks see to that themselves, and srun 20 s after the first one left.
+# (Not --kill-on-bad-exit: it would kill ranks that are about to leave with 75, too. A profiler writes for minutes.)
+# --export=ALL: after sbatch --export=NONE the tasks would otherwise miss what the site file set.
+[ "$ENABLE_PROFILING" = 1 ] && wait=1800 || wait=20
+launch=(srun -u --kill-on-bad-exit=0 --wait="$wait" --export=ALL "${srun_args[@]}" "${container[@]}")
 command=("${PYTHON:-python}" "$TRAIN_SCRIPT" "${flags[@]}" "$@")
 echo "submit_pm.sh: site $SITE, nodes $nodes, tasks $tasks:$(printf ' %q' "${launch[@]}" "${command[@]}")"
-exec "${launch[@]}" bash -c "$task" bash "${command[@]}"
+code=0
+"${launch[@]}" bash -c "$task" bash "${command[@]}" || code=$?
+
+if [ "$code" = 75 ]; then # saved, and not done
+    if scontrol requeue "$SLURM_JOB_ID"; then
+        echo "submit_pm.sh: job $SLURM_JOB_ID is in the queue again, and will go on from its newest checkpoint"
+        sleep 60 # Slurm ends this script
+    fi
+    echo "submit_pm.sh: not in the queue again; to go on: submit the same command with --resume auto" >&2
+fi
+exit "$code"

@@ -8,6 +8,8 @@
 #SBATCH -J vit-era5
 #SBATCH -o vit-era5-%j.out
 #SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=USR1@120
 #SBATCH -t 01:00:00
 #SBATCH --exclusive
 

@@ -11,7 +11,7 @@ DistributedDataParallel. `python train.py --help` lists the flags; what they do 
 import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -22,13 +22,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from networks.attention import pick_attention
 from networks.vit import ViT
-from utils.compiler import check_compiler, compile_modules
+from utils.compiler import compile_modules
 from utils.config import Config, load_config
-from utils.device import allow_tf32, pick_device
+from utils.data_loader import Batch
 from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
 from utils.profiling import span
 from utils.run import Run
+from utils.setup import load_weights, prepare
+from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
 AMP_DTYPE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -97,8 +99,8 @@ def update_weights(
     grad_norm = total_norm([p.grad for p in group["params"]])
     if config.clip_grad_norm is not None:
         clip_grads_with_norm_(group["params"], config.clip_grad_norm, grad_norm)
-    scaler.step(optimizer)  # skipped where a gradient overflowed
-    scaler.update()
+    scaler.step(optimizer)  # skipped where a gradient is not finite
+    scaler.update(None if config.amp_mode == "fp16" else 1.0)
     return grad_norm
 
 
@@ -121,15 +123,15 @@ def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData,
                     lr = learning_rate(i, config)
                     grad_norm = update(lr)
             run.after_step(loss, grad_norm, lr)
-        run.after_epoch(*validate(model, data, config))
+        run.after_epoch(*validate(model, run.validation_batches(), data, config))
 
 
 @torch.no_grad()
-def validate(model: nn.Module, data: WeatherData, config: Config) -> tuple[dict, tuple[Tensor, Tensor, Tensor]]:
-    """Return the scores over the whole validation set, and its first sample: input, target, forecast (C H W)."""
+def validate(model: nn.Module, batches: Iterable[Batch], data: WeatherData, config: Config) -> tuple[dict, tuple]:
+    """Return the scores over all batches, and the first sample: input, target, forecast (C H W)."""
     model.eval()
     scores, example = data.scores(), None
-    for batch in data.valid_loader.epoch():
+    for batch in batches:
         inp, target = data.to_device(batch)
         with autocast(config, inp.device):
             forecast = model(inp)
@@ -138,30 +140,29 @@ def validate(model: nn.Module, data: WeatherData, config: Config) -> tuple[dict,
     return scores.reduce(), example
 
 
-def prepare_device(config: Config, local_rank: int) -> torch.device:
-    """Return this rank's device, set up. Raises ValueError for what it cannot do."""
-    device = pick_device(config.device, local_rank, config.expandable_segments)
-    check_compiler(config, device)
-    allow_tf32(config.tf32)
-    return device
-
-
 def build_model(config: Config, data: WeatherData) -> ViT:
     """Return the model, on the host; a seed gives the same weights everywhere."""
     torch.manual_seed(config.seed)
     head_dim, dtype = config.embed_dim // config.num_heads, AMP_DTYPE[config.amp_mode]
     kernel = pick_attention(config.attention, data.tokens.total, head_dim, data.device, dtype, config.dropout)
-    return ViT(
+    model = ViT(
         config.img_size, config.patch_size, len(data.in_names), len(data.out_names),
         config.embed_dim, config.depth, config.num_heads,
         dropout=config.dropout, drop_path=config.drop_path, attention=kernel,
         activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
         residual=data.origins if config.residual else None, residual_scale=data.residual_scale,
     )  # fmt: skip
+    return load_weights(model, config.init_from)
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=config.enable_fused or None)
+
+
+def build_scaler(config: Config, device: torch.device, kind: Callable = torch.amp.GradScaler) -> torch.amp.GradScaler:
+    """Return what scales fp16 gradients, and skips steps: with a scale of 1 also those of other modes, if asked."""
+    fp16 = config.amp_mode == "fp16"
+    return kind(device.type, enabled=fp16 or config.on_nonfinite == "skip", init_scale=2.0**16 if fp16 else 1.0)
 
 
 def data_parallel(model: ViT, config: Config, group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -179,17 +180,16 @@ def main(world: World, argv: list[str]) -> None:
     with all_ranks_agree():  # everything a user can get wrong is found here, before any training
         config, remarks = load_config(argv)
         config = config.with_batches(world.size)
-        device = prepare_device(config, world.local_rank)
+        device = prepare(config, world.local_rank)
         data = WeatherData(config, device, world.size, world.rank)
         model = build_model(config, data).to(device)
         if config.enable_jit:  # by default block by block: DDP then sends gradients while the backward pass goes on
             compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.amp_mode == "fp16")
+    scaler = build_scaler(config, device)
     with Run(config, world, device, data, model.flops()) as run:
-        run.describe(model, remarks)
-        run.watch_memory(model, optimizer)
+        run.begin(TrainingState(model, optimizer, scaler), remarks)  # goes on from a checkpoint, if asked to
         model = data_parallel(model, config)
         step = partial(forward_backward, model, scaler=scaler, config=config)
         update = partial(update_weights, optimizer, scaler, config)

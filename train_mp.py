@@ -15,10 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distributed.helpers import GridScaler, TensorParallelGradients
+from distributed.helpers import GridScaler, TensorParallelGradients, sliced_dims
 from distributed.mappings import reduce
 from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens, share_frames
-from train import build_model, build_optimizer, data_parallel, forward_backward, prepare_device, train, update_weights
+from train import build_model, build_optimizer, build_scaler, data_parallel, forward_backward, train, update_weights
+from utils import setup
 from utils.comm import Grid
 from utils.compiler import compile_modules
 from utils.config import load_config
@@ -26,6 +27,7 @@ from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
 from utils.run import Run
 from utils.token_shard import TokenShard
+from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
 
@@ -59,9 +61,9 @@ def main(
         grid = Grid(world.size, world.rank, config.tensor_parallel, config.context_parallel, config.parallel_order)
         check_parallel(config, grid)
         config = config.with_batches(grid.get_size("dp"))
-        device = prepare_device(config, world.local_rank)
+        device = setup.prepare(config, world.local_rank)
         prepare(config, grid, device)
-    grid.create_groups()
+    grid.create_groups(config.longest_wait)
     with all_ranks_agree():
         # The ranks of a tp-cp group hold the same samples, each its own tokens of them.
         shard, sharing, dp = shard_tokens(config, grid), share_frames(config, grid), grid.get_group("dp")
@@ -71,11 +73,11 @@ def main(
             compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
-    scaler = GridScaler(device.type, config.amp_mode == "fp16", grid.get_group("tp-cp"))
+    scaler = build_scaler(config, device, partial(GridScaler, group=grid.get_group("tp-cp")))
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
+    state = TrainingState(model, optimizer, scaler, sliced_dims(model), grid.get_group("tp"))
     with Run(config, world, device, data, model.flops(), f"{grid.get_size('tp-cp')}MP") as run:
-        run.describe(model, remarks)
-        run.watch_memory(model, optimizer)
+        run.begin(state, remarks)
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))
         step = partial(forward_backward, parallel, scaler=scaler, config=config)
         step = make_step(step, grid, shard, gradients)

@@ -16,6 +16,7 @@ from utils.compiler import compile_modules
 from utils.config import load_config
 from utils.loss import relative_l2
 from utils.profiling import synchronize
+from utils.setup import prepare
 from utils.token_shard import TokenShard
 
 # 2.58 GFLOP a sample on 128 tokens: what a CPU does in some seconds.
@@ -30,7 +31,7 @@ class Bench:
 
     def __init__(self, flags: list[str]):
         config = load_config(flags)[0].with_batches(1)
-        self.config, self.device = config, train.prepare_device(config, local_rank=0)
+        self.config, self.device = config, prepare(config, local_rank=0)
         channels = [
             len(names) if names else n
             for names, n in ((config.in_channels, config.n_in_channels), (config.out_channels, config.n_out_channels))
@@ -41,7 +42,7 @@ class Bench:
         )  # fmt: skip
         self.model = train.build_model(config, self.data).to(self.device)
         self.optimizer = train.build_optimizer(self.model, config)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp_mode == "fp16")
+        self.scaler = train.build_scaler(config, self.device)
         generator = torch.Generator(self.device).manual_seed(1)
         shape = config.global_batch_size, *config.img_size
         self.batch = [torch.randn(shape[0], c, *shape[1:], device=self.device, generator=generator) for c in channels]

@@ -22,7 +22,7 @@ import train
 import train_mp
 import utils.run
 from benchmarks.certificate import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SECTION, SERIAL, Mode, flags
-from distributed.helpers import sharded_parameters
+from distributed.helpers import sliced_dims
 from distributed.parallelize import ParallelViT
 from networks.vit import ViT
 from utils.launch import World, join
@@ -77,9 +77,9 @@ def trained(module, argv: list[str], world: World, overflows: bool) -> dict:
 
         original(keeping_step, update, model, data, config, run)
         kept["weights"] = {n: p.detach().clone() for n, p in whole.named_parameters()}
-        sharded = sharded_parameters(whole)
+        sharded = sliced_dims(whole)
         kept["sharded"] = {n for n, p in whole.named_parameters() if p in sharded}
-        kept["folder"] = run.folder if run.is_main else None
+        kept["folder"] = run.folder if run.report else None
         kept["scale"] = scaler.get_scale()
         kept["steps"] = int(optimizer.state[next(whole.parameters())]["step"])
 

@@ -39,7 +39,7 @@ def loop_overhead(rounds: int) -> list[float]:
             self.resumed = end
 
         def after_epoch(self, *_: object) -> None:
-            pass
+            self.epochs += 1
 
         def __exit__(self, *error: object) -> None:
             super().__exit__(KeyboardInterrupt, None, None)  # nothing was validated, so there is no result to log
@@ -52,11 +52,11 @@ def loop_overhead(rounds: int) -> list[float]:
         config = load_config(flags)[0].with_batches(1)
         data = train.WeatherData(config)
         model = train.build_model(config, data)
-        optimizer, scaler = train.build_optimizer(model, config), torch.amp.GradScaler("cpu", enabled=False)
+        optimizer, scaler = train.build_optimizer(model, config), train.build_scaler(config, data.device)
         step = partial(train.forward_backward, model, scaler=scaler, config=config)
         update = partial(train.update_weights, optimizer, scaler, config)
         with Alternating(config, World(), data.device, data, model.flops()) as run:
-            run.watch_memory(model, optimizer)
+            run.begin(train.TrainingState(model, optimizer, scaler), [])
             train.train(step, update, model, data, config, run)
     torch.distributed.destroy_process_group()
     return [statistics.median(round[1:]) for round in ratios]  # the first iteration waits for the reader to start

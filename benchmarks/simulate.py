@@ -134,7 +134,7 @@ def step_of(config: Config, grid: Grid) -> dict:
     batch = [torch.zeros(samples, c, *shard.shape) for c in channels]
     optimizer = build_optimizer(model, config)
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
-    scaler = GridScaler("cpu", config.amp_mode == "fp16", grid.get_group("tp-cp"))
+    scaler = GridScaler("cpu", grid.get_group("tp-cp"), enabled=config.amp_mode == "fp16")
     step = make_step(partial(forward_backward, model, scaler=scaler, config=config), grid, shard, gradients)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}

@@ -109,8 +109,9 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
             f"dropout {config.dropout} with activation_checkpoint or mlp_chunks reads the state of the random numbers "
             f"on the host, which a recording cannot do: take --dropout 0, or run train_mp.py"
         )
-    if config.graph_optimizer and config.amp_mode == "fp16" and not config.enable_fused:
+    skips = config.amp_mode == "fp16" or config.on_nonfinite == "skip"
+    if config.graph_optimizer and skips and not config.enable_fused:
         raise ValueError(
-            "graph_optimizer with fp16: Adam asks the host whether a gradient overflowed, unless it is fused: "
-            "add --enable_fused, or take --amp_mode bf16"
+            "graph_optimizer with fp16, or on_nonfinite skip: Adam asks the host whether a gradient overflowed, unless "
+            "it is fused: add --enable_fused, or take --amp_mode bf16 and --on_nonfinite stop"
         )

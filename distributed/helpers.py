@@ -1,5 +1,7 @@
 """What the optimiser needs to know of tensor parallelism: whole gradients, their norm, and overflows on any rank."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,15 +11,15 @@ from distributed.mappings import reduce
 from utils.comm import Grid
 
 
-def sharded_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of which each tp rank holds another slice; all others are replicas."""
-    sharded = set()
+def sliced_dims(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the parameters of which each tp rank holds a slice, with the dim that is cut; all others are replicas."""
+    dims = {}
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
-            sharded.update((module.weight, module.bias))
+            dims |= {module.weight: 0, module.bias: 0}
         elif isinstance(module, RowParallelLinear):
-            sharded.add(module.weight)
-    return sharded
+            dims[module.weight] = 1
+    return dims
 
 
 class TensorParallelGradients:
@@ -28,7 +30,7 @@ class TensorParallelGradients:
     """
 
     def __init__(self, model: nn.Module, grid: Grid, tokens_over_tp: bool):
-        sharded = sharded_parameters(model)
+        sharded = sliced_dims(model)
         self.is_sharded = [p in sharded for p in model.parameters()]
         self.replicas = [p for p in model.parameters() if p not in sharded] if tokens_over_tp else []
         self.group = grid.get_group("tp")
@@ -53,7 +55,7 @@ class TensorParallelGradients:
 
 
 class GridScaler(torch.amp.GradScaler):
-    """A GradScaler that skips a step on all ranks of a model if a gradient overflowed on one of them.
+    """A GradScaler that skips a step on all ranks of a model if a gradient is not finite on one of them.
 
     Each tp rank sees only its slices. Without this, one rank would skip a step that the others take.
 
@@ -63,8 +65,8 @@ class GridScaler(torch.amp.GradScaler):
     Communication over `group` in each step: an all-reduce of one number.
     """
 
-    def __init__(self, device: str, enabled: bool, group: dist.ProcessGroup):
-        super().__init__(device, enabled=enabled)
+    def __init__(self, device: str, group: dist.ProcessGroup, **options: Any):
+        super().__init__(device, **options)
         self.group = group
 
     def _unscale_grads_(self, *args, **kwargs) -> dict[torch.device, Tensor]:

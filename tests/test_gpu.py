@@ -245,7 +245,7 @@ def test_the_scaler_shares_an_overflow_on_nccl(device, fused):
     try:
         weight = torch.nn.Parameter(torch.ones(4, device=device))
         optimizer = torch.optim.Adam([weight], lr=0.1, fused=fused)
-        scaler = GridScaler("cuda", True, dist.group.WORLD)
+        scaler = GridScaler("cuda", dist.group.WORLD)
         for factor, steps in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
             weight.grad = None
             scaler.scale((weight * factor).sum()).backward()

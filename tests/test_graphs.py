@@ -67,8 +67,8 @@ def test_a_recorded_step_gives_the_losses_of_the_eager_one(tiny, flags):
 class LargeScale(GridScaler):
     """A scaler that begins at 2^40: fp16 gradients overflow."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.load_state_dict({**self.state_dict(), "scale": 2.0**40})
 
 
@@ -147,7 +147,7 @@ def test_what_asks_the_host_cannot_be_recorded(fused):
             "max-autotune records CUDA graphs of its own",
         ),
         (["--dropout", "0.1", "--mlp_chunks", "2"], 1, "dropout 0.1 with activation_checkpoint or mlp_chunks"),
-        (["--graph_optimizer", "--amp_mode", "fp16"], 1, "graph_optimizer with fp16: .* add --enable_fused"),
+        (["--graph_optimizer", "--amp_mode", "fp16"], 1, "graph_optimizer with fp16, .* add --enable_fused"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(tiny, flags, dp, found):

@@ -7,7 +7,7 @@ import torch
 from utils.config import Config
 from utils.plots import forecast_figure, render
 from utils.profiling import known_device, peak_flops, peak_memory_gb
-from utils.run import make_run_folder
+from utils.run_folder import make_run_folder
 
 
 @pytest.mark.parametrize(

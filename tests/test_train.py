@@ -129,6 +129,7 @@ def test_an_fp16_overflow_skips_the_step_and_lowers_the_scale(tiny):
         iteration, log = 0, staticmethod(lambda *a: None)
         should_stop = property(lambda self: self.iteration > 0)
         batches = staticmethod(lambda: [next(data.train_loader.epoch())])
+        validation_batches = staticmethod(lambda: data.valid_loader.epoch())
         after_epoch = staticmethod(lambda *a: None)
 
         def after_step(self, loss, norm, lr):
@@ -403,12 +404,16 @@ def test_overflow_without_end_stops_the_run(tiny):
 
 @contextlib.contextmanager
 def run_of_one(folder, *flags):
-    """A run that has not begun, in a group of one."""
+    """A run that begins, in a group of one."""
     join(World())
     config = load_config(tiny_flags(folder, *flags))[0].with_batches(1)
     device = torch.device("cpu")
     try:
-        run = train.Run(config, World(), device, train.WeatherData(config, device), flops=1)
+        data = train.WeatherData(config, device)
+        model = train.build_model(config, data)
+        optimizer, scaler = train.build_optimizer(model, config), train.build_scaler(config, device)
+        run = train.Run(config, World(), device, data, flops=1)
+        run.begin(train.TrainingState(model, optimizer, scaler), [])
         yield run
         run.__exit__(KeyboardInterrupt, None, None)
     finally:

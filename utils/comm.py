@@ -7,6 +7,7 @@ size 1.
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -64,8 +65,8 @@ class Grid:
         self.rank = rank
         self._groups: dict[str, dist.ProcessGroup] = {}
 
-    def create_groups(self) -> None:
-        """Create this rank's communication groups; all ranks call this at the same point.
+    def create_groups(self, timeout: timedelta | None = None) -> None:
+        """Create this rank's communication groups, which wait so long; all ranks call this at the same point.
 
         A rank joins only its own groups: creating all of them on all ranks costs seconds at hundreds of ranks.
         """
@@ -73,7 +74,7 @@ class Grid:
         for axes in GROUPS:
             ranks = tuple(self.get_ranks(axes))
             if ranks not in by_ranks:  # with cp 1, dp and dp-cp are one group
-                by_ranks[ranks] = dist.new_group(ranks, use_local_synchronization=True)
+                by_ranks[ranks] = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
             self._groups[axes] = by_ranks[ranks]
 
     def get_size(self, axes: str) -> int:

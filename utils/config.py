@@ -4,9 +4,12 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,35 @@ UNUSED_KEYS = ("wireup_info", "wireup_store")
 NOTED_KEYS = (*UNUSED_KEYS, "optimizer")
 
 
-def _key(default: Any, help: str, choices: tuple | None = None, at_least: float | None = None, chapter: int = 1):
-    """A field: `chapter` is the first one whose script knows it."""
-    metadata = {"help": help, "choices": choices, "at_least": at_least, "chapter": chapter}
+def _key(
+    default: Any,
+    help: str,
+    choices: tuple | None = None,
+    at_least: float | None = None,
+    rule: Callable[[str, Any], Any] | None = None,
+    chapter: int = 1,
+):
+    """A field: `rule(name, value)` raises ValueError for an illegal value; `chapter` is the first that knows it."""
+    metadata = {"help": help, "choices": choices, "at_least": at_least, "rule": rule, "chapter": chapter}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def seconds(name: str, text: str) -> float:
+    """Return a time such as 90s, 10m or 1.5h in seconds. Raises ValueError for another text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if not match or not float(match[1]):
+        raise ValueError(f"{name} is {text!r}: it takes a time such as 90s, 10m or 1.5h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def interval(name: str, text: str) -> tuple[int | None, float | None]:
+    """Return a number of iterations, or a time in seconds; the other is None. Raises ValueError for another text."""
+    if re.fullmatch("[1-9][0-9]*", text):
+        return int(text), None
+    try:
+        return None, seconds(name, text)
+    except ValueError as error:
+        raise ValueError(f"{error}, or a number of iterations") from None
 
 
 @dataclass(frozen=True)
@@ -35,6 +63,17 @@ class Config:
     expdir: str = _key("/logs", "folder that holds all runs")
     seed: int = _key(0, "seed of the weights, of the order of the samples and of dropout", at_least=0)
     device: str = _key("auto", "device to train on", choices=("auto", "cpu", "cuda"))
+
+    # Long runs
+    checkpoint_every: str | None = _key(
+        "10m", "time between checkpoints (90s, 10m, 1h), or a number of iterations", rule=interval
+    )
+    keep_checkpoints: int = _key(2, "newest checkpoints to keep; the best stays besides", at_least=1)
+    resume: str = _key("none", "none, auto (the newest run of this name), or a run's or a checkpoint's folder")
+    init_from: str | None = _key(None, "weights to begin with: a file of `python -m utils.checkpoint export`")
+    time_limit: str | None = _key(None, "save and stop after this time: 50m, 11.5h", rule=seconds)
+    comm_timeout: str = _key("30m", "longest wait of a rank for the others", rule=seconds)
+    on_nonfinite: str = _key("stop", "what a loss or gradient that is not finite does", choices=("stop", "skip"))
 
     # The model
     embed_dim: int = _key(384, "width D of the transformer", at_least=1)
@@ -146,6 +185,11 @@ class Config:
             )
         return replace(self, global_batch_size=total)
 
+    @property
+    def longest_wait(self) -> timedelta:
+        """How long a rank waits for the others."""
+        return timedelta(seconds=seconds("comm_timeout", self.comm_timeout))
+
     def save(self, path: Path) -> None:
         """Write the resolved configuration as a section of its own: `--yaml_config PATH --config NAME` repeats it."""
         section = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
@@ -214,6 +258,8 @@ def cast(name: str, value: Any) -> Any:
             raise ValueError(f"{name} is {item!r}: it takes one of {', '.join(meta['choices'])}")
         if meta["at_least"] is not None and item < meta["at_least"]:
             raise ValueError(f"{name} is {item}: it takes {meta['at_least']} or more")
+        if meta["rule"]:
+            meta["rule"](name, item)
     return out
 
 
@@ -305,6 +351,8 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     if config.read_depth is not None and not config.num_data_workers:
         remarks.append("read_depth changes nothing without --num_data_workers")
 
+    if config.time_limit is not None and config.checkpoint_every is None:
+        raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")
     if config.model_backend == "transformer-engine":
         raise ValueError("model_backend transformer-engine is not supported: use pytorch, with --amp_mode bf16")
     if len(config.img_size) != 2:

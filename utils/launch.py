@@ -7,14 +7,25 @@ import contextlib
 import os
 import re
 import sys
+import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from utils.frame_reader import ReadError
+from utils.watch import Watch, end_now, place
+
+# Exit codes, as in sysexits.h.
+STOPPED = 75  # "try again later": saved, and can go on
+NOT_SAVED = 74  # "input/output error": the last checkpoint of a run could not be written
+
+
+class Ended(Exception):
+    """The run ends here, as it should, on all ranks: args[0] is the exit code."""
 
 
 class Refused(ValueError):
@@ -30,6 +41,7 @@ class World:
     local_rank: int = 0
     address: str = "127.0.0.1"
     port: int = 0
+    started: float = field(default_factory=time.monotonic, compare=False)
 
 
 def _first_host(nodelist: str) -> str:
@@ -96,17 +108,25 @@ def find_world(env: Mapping[str, str]) -> World:
     return world
 
 
+def first_message(message: str | None) -> str | None:
+    """Return the first message that any rank has, on all ranks: all call this at the same point."""
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    found = [(rank, text) for rank, text in enumerate(messages) if text]
+    if not found or len(found) == len(messages):
+        return messages[0]
+    rank, text = found[0]
+    return f"rank {rank}: {text}"
+
+
 def share_error(error: str | None) -> None:
     """End the run on every rank if any rank found an `error`: all ranks call this at the same point.
 
     Raises Refused with the first rank's message, on all ranks.
     """
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    found = [(rank, message) for rank, message in enumerate(errors) if message]
-    if found:
-        rank, message = found[0]
-        raise Refused(message if len(found) == len(errors) else f"rank {rank}: {message}")
+    error = first_message(error)
+    if error:
+        raise Refused(error)
 
 
 @contextlib.contextmanager
@@ -126,27 +146,44 @@ def all_ranks_agree() -> Iterator[None]:
 def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
     """Join the other ranks, run `main(world, argv)`, and leave together.
 
-    What a user can mend ends every rank with exit code 2 and one line, printed once. A file that one rank cannot read
-    any more ends that rank so.
+    The exit code is 0 at the end, 75 for a run that saved its state and can go on, and 2 for what a user can mend,
+    told in one line by rank 0. What nobody foresaw ends this rank with 1, and by that the others.
     """
-    world = World()
+    world, watch = World(), None
     try:
         world = find_world(os.environ)
         join(world)
+        watch = Watch()
         main(world, argv)
+        code = 0
+    except Ended as ended:
+        (code,) = ended.args
     except Refused as error:
         if world.rank == 0:
             print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         error.__traceback__ = None  # it holds main's variables, and NCCL waits for recorded graphs to be gone
-        if dist.is_initialized():
-            # Launchers end a job at the first exit: no rank leaves before rank 0 has printed.
-            dist.barrier()
-            dist.destroy_process_group()
-        sys.exit(2)
+        code = 2
     except ReadError as error:
-        print(f"{os.path.basename(sys.argv[0])}: error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        os._exit(2)  # at once: the other ranks wait for this one in a collective, and the launcher ends them
-    dist.destroy_process_group()
+        end_now(f"rank {world.rank}: {error}", 2)
+    except Exception as error:
+        if world.size == 1:
+            raise
+        _end_all(world, error)
+    if watch:
+        dist.barrier()  # launchers end a job at the first exit: no rank leaves before rank 0 has printed
+        watch.close()
+        dist.destroy_process_group()
+    if code:
+        sys.exit(code)
+
+
+def _end_all(world: World, error: Exception) -> None:
+    """End this process with what happened: the other ranks wait for it, and learn of its end at once."""
+    stack = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, dist.DistError) or "gloo" in str(error):  # a collective that failed, or waited too long
+        end_now(f"rank {world.rank}: {str(error).splitlines()[0].rpartition('] ')[2]} ({place(stack)})")
+    traceback.print_exc()
+    end_now(f"rank {world.rank}: {type(error).__name__} ({place(stack)})")
 
 
 def join(world: World) -> None:

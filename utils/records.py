@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,3 +70,18 @@ def to_json(value: Any) -> str:
         return None if isinstance(item, float) and not math.isfinite(item) else item
 
     return json.dumps(clean(value), allow_nan=False)
+
+
+def cut_records(path: Path, iteration: int, epochs: int) -> None:
+    """Remove the records of metrics.jsonl that a resumed run will write again: those after a checkpoint."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            event = json.loads(line)
+        except ValueError:  # the end of a process that was killed
+            continue
+        if event["iteration"] <= iteration and (event["event"] != "epoch" or event["epoch"] <= epochs):
+            kept.append(line + "\n")
+    new = path.with_suffix(".part")
+    new.write_text("".join(kept))
+    new.rename(path)

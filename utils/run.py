@@ -1,50 +1,39 @@
-"""One run: its folder, its log, its records, its clock. What every run needs beside the lesson."""
+"""One run: where it stands, what it records, when it saves and stops. What every run needs beside the lesson."""
 
+import dataclasses
 import logging
 import math
+import platform
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib.image
 import torch
-from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
+import torch.distributed as dist
+from torch import Tensor
 from tqdm import tqdm
 
-from utils.config import Config
+from utils import checkpoint
+from utils.checkpoint import Unreadable
+from utils.checkpointer import Checkpointer
+from utils.config import Config, interval, seconds
 from utils.data_loader import Batch
-from utils.device import allocator_settings
-from utils.launch import World, all_ranks_agree, share_error
-from utils.logging_utils import close_log, open_log
-from utils.plots import forecast_figure, render
-from utils.profiling import MemoryWatch, peak_flops, peak_memory_gb, profiler_window
-from utils.records import StepRecords, to_json
+from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_agree, first_message, share_error
+from utils.profiling import MemoryWatch, peak_memory_gb, profiler_window
+from utils.records import StepRecords
+from utils.report import Report
+from utils.run_folder import RunFolder, lock_run, open_run_folder
+from utils.stop import StopRequests
+from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
-
-def make_run_folder(config: Config, name: str) -> Path:
-    """Create `<expdir>/<config>/<name>/<run_num>/` and return it; an old folder of that name is renamed aside.
-
-    Raises ValueError where it cannot be written, or where `run_num` is not the name of a folder.
-    """
-    if config.run_num in ("", ".", "..") or "/" in config.run_num:
-        raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
-    path = Path(config.expdir) / config.config / name / config.run_num
-    try:
-        if path.exists():
-            aside = next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists())
-            path.rename(aside)
-        (path / "logs").mkdir(parents=True)
-        config.save(path / "config.yaml")
-    except OSError as error:
-        raise ValueError(f"cannot write the run folder {path} ({error.strerror}): choose another --expdir") from None
-    return path
+SKIPS_ALLOWED = 30  # in a row: fp16's scale, at first 2^16, is used up by then
 
 
 class Run:
-    """Counts the iterations, keeps the records, and says when to stop.
+    """Counts the iterations, keeps the records, saves checkpoints, and says when to stop.
 
     Losses stay on the device and travel to the host a few at a time: the loop never waits for the step in progress.
 
@@ -64,95 +53,124 @@ class Run:
     ):
         self.config, self.world, self.device, self.data = config, world, device, data
         self.iteration = 0  # optimiser steps done
+        self.epochs = 0  # epochs done, validation included
         self.steps = StepRecords(world.size)
-        # In fp16 a gradient that overflows is usual: the step is skipped and the scale, at first 2^16, is halved.
-        self.overflows, self.overflows_allowed = 0, 30 if config.amp_mode == "fp16" else 0
         self.epoch_losses: list[float] = []
+        self.skipped = 0  # steps in a row
+        self.best: dict[str, Any] = {"loss": None, "name": None}  # of validation, and its checkpoint's name
         self.is_first_epoch = True  # of this process
-        self.flops = flops
-        self.handlers: list[logging.Handler] = []
-        self.is_main = world.rank == 0
+        self.report: Report | None = None  # on rank 0
+        self.checkpointer: Checkpointer | None = None
+        found: list[RunFolder | None] = [None]
         with all_ranks_agree():
-            if self.is_main:
-                self.folder = make_run_folder(config, name or f"{world.size}GPU")
-        if self.is_main:
-            self.peak, self.peak_source = peak_flops(device, config.amp_mode, config.tf32)
-            self.handlers = open_log(self.folder / "out.log")
-            self.records = (self.folder / "metrics.jsonl").open("a")
-            self.board = SummaryWriter(self.folder / "logs")
+            if world.rank == 0:
+                found = [open_run_folder(config, name or f"{world.size}GPU")]
+                self.lock = lock_run(found[0].path)
+        dist.broadcast_object_list(found)
+        (self.found,) = found
+        self.folder = self.found.path
+        if world.rank == 0:
+            self.report = Report(self.folder, config, world, device, data, flops)
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if self.is_main:
+        together = kind is None or issubclass(kind, (Ended, Refused))  # all ranks leave here
+        if self.checkpointer and together:
+            self.requests.close()
+            self.checkpointer.wait()
+        if self.report:
             if kind is None:
-                self._say_result()
+                self.report.result()
                 self.log("DONE ---- rank %d", self.world.rank)
-            self.records.close()
-            self.board.close()
-            close_log(self.handlers)
+            self.report.close(error)
+            self.lock.close()
 
     def log(self, message: str, *args: Any) -> None:
         """Log a line, on rank 0."""
-        if self.is_main:
+        if self.report:
             logging.info(message, *args)
 
-    def describe(self, model: nn.Module, remarks: list[str]) -> None:
-        """Log what will be trained, on what, and how fast it could go."""
-        config, data = self.config, self.data
-        allocator = allocator_settings(config.expandable_segments, self.device)
-        for remark in (*remarks, data.warning, allocator and f"GPU memory allocator: {allocator}"):
-            if remark:
-                self.log(remark)
-        C, H, W = data.train_files.shape
-        self.log("Run folder: %s", self.folder if self.is_main else "")
-        self.log("Device: %s, %d rank(s), %d thread(s) each", self.device, self.world.size, torch.get_num_threads())
-        self.log(
-            "Data: %d training and %d validation samples of %d channels in, %d out, %d x %d of %d x %d; dt is %s",
-            *(len(data.train_pairs), len(data.valid_pairs), len(data.in_names), len(data.out_names)),
-            *(*data.img_size, H, W, data.hours),
-        )
-        self.log("Reading: %s", data.reading)
-        self.log(
-            "Batch: %d = %d a pass x %d data-parallel rank(s) x %d accumulation step(s); "
-            "%d iterations an epoch, %d in all",
-            *(config.global_batch_size, config.local_batch_size, data.num_shards, config.accumulation_steps),
-            *(len(data.train_loader), config.num_iters),
-        )
-        self.log(
-            "Model: %s parameters on each rank, %.4g GFLOP a sample forward; attention kernel: %s",
-            f"{sum(p.numel() for p in model.parameters()):,}",
-            self.flops / 1e9,
-            model.blocks[0].attn.kernel.replace("auto", "SDPA's choice"),
-        )
-        if self.is_main:
-            self.log("Peak of one device for MFU: %.4g TFLOP/s (%s)", self.peak / 1e12, self.peak_source)
+    def begin(self, state: TrainingState, remarks: list[str]) -> None:
+        """Describe the run, and set `state` to that of the checkpoint that it goes on from.
 
-    def watch_memory(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Log the memory in use so far, and in each epoch that after its first forward pass and that of each part."""
+        Raises Ended where the run is finished already, and Refused where no checkpoint can be read.
+        """
+        self.state, newest = state, self.found.newest
+        if newest and newest["is_finished"]:
+            self.log("%s is finished: all %d iterations are done", self.folder, self.config.num_iters)
+            raise Ended(0)
+        for remark in (*remarks, *self.found.remarks):
+            self.log(remark)
+        if self.report:
+            self.report.describe(state.model)
+        resumed = self._resume() if self.found.checkpoints else None
+        if self.report:
+            self.report.open_records(self.iteration, self.epochs)
+            if resumed:
+                self.report.write({"event": "resume", "iteration": self.iteration, "checkpoint": str(resumed)})
+        if self.config.checkpoint_every is not None:
+            self._plan_checkpoints(resumed)
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
-        self.memory = MemoryWatch(model, optimizer, self.device)
+        self.memory = MemoryWatch(state.model, state.optimizer, self.device)
+
+    def _resume(self) -> Path:
+        """Take the state from the newest checkpoint that can be read, and return its folder."""
+        for path, info in self.found.checkpoints:
+            if info is None:
+                continue
+            if info["train_samples"] != len(self.data.train_pairs):
+                share_error(
+                    f"{self.folder} was trained on {info['train_samples']} samples, and now there are "
+                    f"{len(self.data.train_pairs)}: give the same data, or start another run with --resume none"
+                )
+            try:
+                self.state.load(path, same_ranks=info["layout"] == self._layout())
+            except Unreadable as error:  # on all ranks
+                self.log("Checkpoint left out: %s", error)
+                continue
+            self.iteration, self.epochs, self.best = info["iteration"], info["epochs"], info["best"]
+            self.epoch_losses, self.skipped = info["epoch_losses"], info["skipped"]
+            self.state.scaler.load_state_dict(info["scaler"])
+            self.log("Resumed after %d iterations from %s", self.iteration, path)
+            return path
+        raise Refused(f"no checkpoint of {self.folder} can be read (out.log says why): start anew with --resume none")
+
+    def _plan_checkpoints(self, resumed: Path | None) -> None:
+        config, wait, limit = self.config, self.config.longest_wait, self.config.time_limit
+        self.save_iterations, save_seconds = interval("checkpoint_every", config.checkpoint_every)
+        self.is_due = False
+        sync = self.report.sync if self.report else None
+        folder = self.folder / "checkpoints"
+        self.checkpointer = Checkpointer(folder, self.state, config.keep_checkpoints, resumed, sync, wait)
+        self.requests = StopRequests(limit and self.world.started + seconds("time_limit", limit), save_seconds, wait)
+
+    def _layout(self) -> dict[str, Any]:
+        """Return what decides which rank does what."""
+        names = ("tensor_parallel", "context_parallel", "parallel_order", "sequence_parallel")
+        return {"ranks": self.world.size, **{name: getattr(self.config, name) for name in names}}
 
     @property
-    def epoch(self) -> int:
-        """The epoch in progress, counted from 0."""
-        return self.iteration // len(self.data.train_loader)
+    def left(self) -> int:
+        """Iterations left in the epoch in progress."""
+        end = min((self.epochs + 1) * len(self.data.train_loader), self.config.num_iters)
+        return end - self.iteration
 
     @property
     def should_stop(self) -> bool:
-        return self.iteration >= self.config.num_iters
+        """Whether all iterations are done, and validated."""
+        return self.epochs * len(self.data.train_loader) >= self.config.num_iters
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the batches of one epoch, or of what is left of the run; then report the epoch's speed and loss."""
-        loader, epoch, waited, loop_start = self.data.train_loader, self.epoch, 0.0, None
+        """Yield the batches of one epoch, or of what is left of it; then report its speed and loss."""
+        loader, epoch, left, waited, loop_start = self.data.train_loader, self.epochs, self.left, 0.0, None
         first_end = None
-        left = min(len(loader), self.config.num_iters - self.iteration)
         epoch_start = time.perf_counter()
         self.memory.look_again()
-        bar = tqdm(total=left, desc=f"epoch {epoch + 1}", leave=False, disable=None if self.is_main else True)
+        bar = tqdm(total=left, desc=f"epoch {epoch + 1}", leave=False, disable=None if self.report else True)
         with bar, profiler_window(epoch + 1, self.world.rank):
-            reader = loader.epoch(epoch)
+            reader = loader.epoch(epoch, self.iteration - epoch * len(loader))
             for _ in range(left):
                 asked = time.perf_counter()
                 batch = next(reader)
@@ -165,66 +183,122 @@ class Run:
                 if first_end is None:
                     first_end = time.perf_counter()
             self._write_steps(self.steps.flush())
-        now = time.perf_counter()
-        self.epoch_end = now
-        rate = left / (now - epoch_start)
+        now = self.epoch_end = time.perf_counter()
         self.summary = {
             "event": "epoch",
             "epoch": epoch + 1,
             "iteration": self.iteration,
-            "train_loss": sum(self.epoch_losses) / len(self.epoch_losses),
-            "samples_per_sec": rate * self.config.global_batch_size,
-            "data_wait_frac": waited / (now - loop_start),
+            "train_loss": statistics.fmean(self.epoch_losses or [math.nan]),
+            # A run that was stopped between an epoch and its validation has no speed to tell.
+            "samples_per_sec": left * self.config.global_batch_size / (now - epoch_start) if left else None,
+            "data_wait_frac": waited / (now - loop_start) if left else None,
             "memory_gb": self.memory.parts(),
         }
-        self.epoch_losses = []
-        if self.is_main:
-            speed = self.summary["samples_per_sec"]
-            self.log("Time taken for epoch %i is %f sec, avg %f samples/sec", epoch + 1, now - epoch_start, speed)
-            self.log("  Avg train loss=%f", self.summary["train_loss"])
-            self.board.add_scalar("Loss/train", self.summary["train_loss"], self.iteration)
-            self.board.add_scalar("Avg iters per sec", rate, self.iteration)
-            self.board.add_scalar("Avg samples per sec", speed, self.iteration)
-            self.log(" Memory usage after forward pass: %f GB.", self.memory.after_forward)
-            parts = self.summary["memory_gb"].items()
-            self.log("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
-            if self.is_first_epoch:  # what compiles did so in its first iteration
-                rest = (now - first_end) / max(left - 1, 1)
-                self.log("  First iteration: %f sec, those after it: %f sec each", first_end - epoch_start, rest)
+        if self.report:
+            self.report.speed(self.summary, now - epoch_start, left, self.memory.after_forward)
+        if self.is_first_epoch and left:  # what compiles did so in its first iteration
+            first, rest = first_end - epoch_start, (now - first_end) / max(left - 1, 1)
+            self.log("  First iteration: %f sec, those after it: %f sec each", first, rest)
             self.is_first_epoch = False
 
     def after_step(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
-        """Count an iteration and keep its loss (mean over this rank's samples) and gradient norm."""
+        """Count an iteration, keep its loss (mean over this rank's samples) and gradient norm, save if it is time.
+
+        Raises Ended, on all ranks after the same iteration, where a signal or the clock stops the run.
+        """
         self.iteration += 1
         self._write_steps(self.steps.keep(self.iteration, lr, loss, grad_norm))
+        if self.checkpointer is None:
+            return
+        self.is_due |= self.save_iterations is not None and self.iteration % self.save_iterations == 0
+        self._stop_if_asked()
+        if self.is_due and self.left:  # at the end of an epoch after its validation
+            self._save()
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """Yield all validation batches. A signal stops the run here, too: it will then validate when it is resumed."""
+        for batch in self.data.valid_loader.epoch():
+            yield batch
+            if self.checkpointer is not None:
+                self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        stop, save = self.requests.agree()
+        self.is_due |= save
+        if stop:
+            why = self.requests.reason or "a signal to another rank"
+            self.log("Stopping after %d of %d iterations: %s", self.iteration, self.config.num_iters, why)
+            self._save()
+            self._wait_for_save()
+            self.log("Stopped: --resume auto goes on from here")
+            raise Ended(STOPPED)
+
+    def _save(self) -> None:
+        """Begin a checkpoint, after all losses up to here are known to be finite."""
+        self._write_steps(self.steps.flush())
+        config = self.config
+        info = {
+            "iteration": self.iteration,
+            "epochs": self.epochs,
+            "samples": self.iteration * config.global_batch_size,
+            "is_validated": self.iteration == min(self.epochs * len(self.data.train_loader), config.num_iters),
+            "is_finished": self.should_stop,
+            "best": self.best,
+            "epoch_losses": list(self.epoch_losses),  # it grows while this is written
+            "skipped": self.skipped,
+            "scaler": self.state.scaler.state_dict(),
+            "layout": self._layout(),
+            "train_samples": len(self.data.train_pairs),
+            "config": dataclasses.asdict(config),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+        self.checkpointer.save(info)
+        self.is_due = False
+
+    def _wait_for_save(self) -> None:
+        """Wait for the last checkpoint of a run. Raises Ended where it could not be written."""
+        self.checkpointer.wait()
+        if self.checkpointer.failed:
+            self.log("The last checkpoint was not written: make room, and go on from an older one with --resume auto")
+            raise Ended(NOT_SAVED)
 
     def _write_steps(self, steps: list[dict[str, Any]]) -> None:
         """Write the records of iterations. Raises Refused, on all ranks, where training broke down."""
         for step in steps:
-            iteration, loss, norm = step["iteration"], step["loss"], step["grad_norm"]
-            self._record(step)
-            self.epoch_losses.append(loss)
-            self.overflows = 0 if math.isfinite(norm) else self.overflows + 1
-            if not math.isfinite(loss) or self.overflows > self.overflows_allowed:
-                self._stop_nonfinite(iteration, loss, norm)
-            if self.is_main:
-                self.board.add_scalar("Loss/step", loss, iteration)
-                self.board.add_scalar("Gradient norm", norm, iteration)
-                self.board.add_scalar("Learning Rate", step["lr"], iteration)
+            loss, norm = step["loss"], step["grad_norm"]
+            if self.report:
+                self.report.step(step)
+            if math.isfinite(loss):
+                self.epoch_losses.append(loss)
+            if math.isfinite(loss) and math.isfinite(norm):
+                self.skipped = 0
+            else:
+                self._handle_nonfinite(step["iteration"], loss, norm)
 
-    def _stop_nonfinite(self, iteration: int, loss: float, norm: float) -> None:
-        """Read the batch again and end the run on every rank, naming the value or the likely cause."""
+    def _handle_nonfinite(self, iteration: int, loss: float, norm: float) -> None:
+        """Go on where the step was skipped; else end the run on every rank, naming the value or the likely cause."""
+        self.skipped += 1
+        what = f"iteration {iteration} has loss {loss} and gradient norm {norm}"
+        # In fp16 a gradient that overflows is usual: the scale, at first 2^16, is then halved.
+        overflow = self.config.amp_mode == "fp16" and math.isfinite(loss)
+        was_skipped = not math.isfinite(norm) and (overflow or self.config.on_nonfinite == "skip")
+        if overflow and self.skipped <= SKIPS_ALLOWED:
+            return
         epoch, step = divmod(iteration - 1, len(self.data.train_loader))
-        found = self.data.train_loader.find_nonfinite(epoch, step)
-        share_error(found and f"iteration {iteration}: {found}; mend or remove the file")
-        share_error(
-            f"iteration {iteration} has loss {loss} and gradient norm {norm}, and its data are finite: training "
-            f"diverged; lower --lr, set --clip_grad_norm, or use --amp_mode bf16 in place of fp16"
+        found = first_message(self.data.train_loader.find_nonfinite(epoch, step))
+        if was_skipped and self.skipped <= SKIPS_ALLOWED:
+            self.log("Step skipped: %s; %s", what, found or "its data are finite")
+            return
+        if found:
+            raise Refused(f"iteration {iteration}: {found}; mend or remove the file, or use --on_nonfinite skip")
+        raise Refused(
+            f"{what}, and its data are finite: training diverged; lower --lr, set --clip_grad_norm, or use "
+            f"--amp_mode bf16 in place of fp16"
         )
 
     def after_epoch(self, scores: dict[str, Any], example: tuple[Tensor, Tensor, Tensor]) -> None:
         """Record a validation: its scores, its time, and the picture of `example` (input, target, forecast)."""
-        seconds = time.perf_counter() - self.epoch_end
+        duration = time.perf_counter() - self.epoch_end
         if not math.isfinite(scores["loss"]):
             loader = self.data.valid_loader
             found = next(filter(None, (loader.find_nonfinite(0, step) for step in range(len(loader)))), None)
@@ -232,70 +306,16 @@ class Run:
             share_error(
                 f"the validation loss is {scores['loss']}, and the data are finite: training diverged; lower --lr"
             )
-        if not self.is_main:
-            return
-        names, stds = self.data.out_names, self.data.stds[self.data.outputs].tolist()
-        rate = self.summary["samples_per_sec"]
-        self.summary |= {
-            "valid_loss": scores["loss"],
-            "valid_samples": scores["samples"],
-            "valid_rmse": dict(zip(names, scores["rmse"])),
-            "valid_rmse_units": {name: x * std for name, x, std in zip(names, scores["rmse"], stds)},
-            "valid_acc_timemean": dict(zip(names, scores["acc"])),
-            "persistence_rmse": dict(zip(names, scores["persistence"])),
-            "mfu": 3 * self.flops * rate / (self.world.size * self.peak),
-            "peak_memory_gb": peak_memory_gb(self.device),
-        }
-        self._record(self.summary)
-        self.log("  Avg val loss={}".format(scores["loss"]))
-        self.log("  Total validation time: {} sec".format(seconds))
-        self.board.add_scalar("Loss/valid", scores["loss"], self.iteration)
-        for name, rmse, acc in zip(names, scores["rmse"], scores["acc"]):
-            self.board.add_scalar(f"RMSE({name})/valid", rmse, self.iteration)
-            self.board.add_scalar(f"ACC_timemean({name})/valid", acc, self.iteration)
-        self.board.add_scalar("MFU", self.summary["mfu"], self.iteration)
-        self._draw(example)
-        self.board.flush()
-
-    def _record(self, event: dict[str, Any]) -> None:
-        if self.is_main:
-            self.records.write(to_json(event) + "\n")
-            self.records.flush()
-
-    def _draw(self, example: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write `pictures/<channel>.png`, the latest, and keep all of them in TensorBoard."""
-        data, (inp, target, forecast) = self.data, example
-        (self.folder / "pictures").mkdir(exist_ok=True)
-        file, t = data.valid_pairs[0]
-        for c in data.plot_channels:
-            name, origin = data.out_names[c], data.origins[c]
-            fields = {
-                "input": None if origin < 0 else data.to_units(inp[origin], c),
-                "target": data.to_units(target[c], c),
-                "forecast": data.to_units(forecast[c], c),
-            }
-            title = f"{name}, {data.valid_files.date(file, t)} + {data.hours}, after {self.iteration} iterations"
-            figure = forecast_figure(fields, data.latitude, data.longitude, name, data.units[c], title)
-            pixels = render(figure)
-            matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
-            self.board.add_image(f"Visualization, {name}", pixels, self.iteration, dataformats="HWC")
-
-    def _say_result(self) -> None:
-        """Log the last validation, channel by channel."""
-        rmse, persistence = self.summary["valid_rmse"], self.summary["persistence_rmse"]
-        units, names = self.summary["valid_rmse_units"], self.data.out_names
-        self.log(
-            "Validation after %d iterations, RMSE at %s (normalised; in units; persistence):",
-            self.iteration,
-            self.data.hours,
-        )
-        for name, unit in zip(names, self.data.units):
-            base = "none" if persistence[name] is None else f"{persistence[name]:.4f}"
-            self.log("  %-10s %.4f   %.4g %s   %s", name, rmse[name], units[name], unit, base)
-        known = [name for name in names if persistence[name]]
-        if known:
-            ratio = sum(rmse[n] for n in known) / sum(persistence[n] for n in known)
-            self.log("  Mean RMSE over channels: %.3f of persistence's", ratio)
-        for c in self.data.plot_channels:
-            self.log("  Picture: %s", self.folder / "pictures" / f"{self.data.out_names[c]}.png")
-        self.log("  Records: %s", self.folder / "metrics.jsonl")
+        if self.report:
+            self.summary["peak_memory_gb"] = peak_memory_gb(self.device)
+            self.report.validation(self.summary, scores, example, duration)
+        self.epoch_losses = []
+        self.epochs += 1
+        is_best = self.best["loss"] is None or scores["loss"] < self.best["loss"]
+        if is_best:
+            self.best = {"loss": scores["loss"], "name": checkpoint.name(self.iteration, is_validated=True)}
+        if self.checkpointer is not None:
+            if is_best or self.is_due or self.should_stop:
+                self._save()
+            if self.should_stop:
+                self._wait_for_save()

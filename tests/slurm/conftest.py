@@ -24,7 +24,7 @@ ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=2
 SlurmctldPort={port1}
 SlurmdPort={port2}
 StateSaveLocation={folder}/state

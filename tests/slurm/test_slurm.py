@@ -88,7 +88,7 @@ def test_whole_nodes_get_one_task_a_gpu(slurm, repo, python, asked, site):
 def test_one_failing_rank_ends_the_job(slurm, repo, python):
     job = slurm.sbatch("-n", 2, "submit_pm.sh", "--fail", cwd=repo, env=python)
     assert job.exit_code != 0
-    assert job.seconds < 20
+    assert job.seconds < 40  # train.py's own ranks end each other at once; srun takes 20 s
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""When checkpoints are written, and by whom: in the background, a few kept, the loop hardly waiting."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from utils import checkpoint
+from utils.training_state import TrainingState
+
+
+class Checkpointer:
+    """Writes checkpoints into a folder while training goes on.
+
+    The loop copies the state into buffers of the host, which are used again, and a thread of each rank writes them.
+    All ranks call the same methods at the same iterations.
+
+    Args:
+        folder: `checkpoints` of the run.
+        keep: the newest so many stay, and the best.
+        resumed: the checkpoint that the run went on from. Newer ones are void: set aside, then removed when there is
+            a new one.
+        sync: brings the records up to here to the disk; called on rank 0 before a checkpoint counts.
+        timeout: how long a rank waits for the others.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: TrainingState,
+        keep: int,
+        resumed: Path | None,
+        sync: Callable[[], None],
+        timeout: timedelta,
+    ):
+        self.folder, self.state, self.keep, self.sync = folder, state, keep, sync
+        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread's own: training's are in use meanwhile
+        self.is_main = dist.get_rank() == 0
+        self.thread: threading.Thread | None = None
+        self.newest = resumed  # complete
+        self.failed = False  # the last one
+        if self.is_main:
+            folder.mkdir(exist_ok=True)
+            checkpoint.remove(folder.glob("*.part"))  # of a process that was killed
+            checkpoint.set_aside(
+                path for path in checkpoint.find(folder) if resumed is None or path.name > resumed.name
+            )
+
+    def save(self, info: dict[str, Any]) -> None:
+        """Begin to write a checkpoint; waits for the one before, and for the copy to the host.
+
+        Args:
+            info: `iteration`, `is_validated`, `best` (name of the best one) and all else that is no tensor.
+        """
+        self.wait()
+        path = self.folder / checkpoint.name(info["iteration"], info["is_validated"])
+        if path == self.newest:  # nothing has happened since
+            return
+        start = time.perf_counter()
+        self.state.copy_to_host()
+        stall = time.perf_counter() - start
+        self.thread = threading.Thread(target=self._write, args=(path, info, stall), daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is there."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def _write(self, path: Path, info: dict[str, Any], stall: float) -> None:
+        start = time.perf_counter()
+        try:
+            self.state.wait_for_copy()
+            checkpoint.save(path, self.state.shards(), info, self.group, self.sync)
+        except (OSError, RuntimeError) as error:  # of the disk, or of the group
+            self.failed = True
+            if self.is_main:
+                logging.warning("Checkpoint %s was not written (%s): training goes on", path, error)
+            return
+        self.newest, self.failed = path, False
+        if self.is_main:
+            seconds = time.perf_counter() - start
+            logging.info("Checkpoint %s: written in %.2f sec, of which the loop waited %.3f", path, seconds, stall)
+            old = checkpoint.find(self.folder)[self.keep :]
+            checkpoint.remove(folder for folder in old if folder.name != info["best"]["name"])
+            checkpoint.remove(self.folder.glob("*.void"))

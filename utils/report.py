@@ -1,0 +1,187 @@
+"""What a run tells: its log, metrics.jsonl, TensorBoard and pictures. Rank 0 writes them."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+import matplotlib.image
+import torch
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+
+from utils.config import Config
+from utils.device import allocator_settings
+from utils.launch import Ended, World
+from utils.logging_utils import close_log, open_log
+from utils.plots import forecast_figure, render
+from utils.profiling import peak_flops
+from utils.records import cut_records, to_json
+from utils.weather_data import WeatherData
+
+
+class Report:
+    """The files of a run.
+
+    Args:
+        folder: the run's.
+        flops: floating point operations of one forward pass on one sample.
+    """
+
+    def __init__(self, folder: Path, config: Config, world: World, device: torch.device, data: WeatherData, flops: int):
+        self.folder, self.config, self.world, self.device, self.data = folder, config, world, device, data
+        self.flops = flops
+        self.peak, self.peak_source = peak_flops(device, config.amp_mode, config.tf32)
+        self.handlers = open_log(folder / "out.log")
+        self.records: TextIO | None = None
+        self.board: SummaryWriter | None = None
+        self.last: dict[str, Any] = {}  # the record of the last epoch
+
+    def open_records(self, iteration: int, epochs: int) -> None:
+        """Begin to write after so many iterations and epochs; what an earlier process wrote of later ones is void."""
+        path = self.folder / "metrics.jsonl"
+        if iteration:
+            cut_records(path, iteration, epochs)
+        self.records = path.open("a")
+        self.board = SummaryWriter(self.folder / "logs", purge_step=iteration + 1 if iteration else None)
+
+    def sync(self) -> None:
+        """Bring all records up to here to the disk."""
+        self.board.flush()
+        os.fsync(self.records.fileno())
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the files; out.log gets the error that ends the run."""
+        if self.records is not None:
+            self.records.close()
+            self.board.close()
+        terminal, file = self.handlers
+        close_log([terminal])
+        if error is not None and not isinstance(error, Ended):
+            logging.error("%s: %s", type(error).__name__, error)
+        close_log([file])
+
+    def describe(self, model: nn.Module) -> None:
+        """Log what will be trained, on what, and how fast it could go."""
+        config, data = self.config, self.data
+        allocator = allocator_settings(config.expandable_segments, self.device)
+        for remark in (data.warning, allocator and f"GPU memory allocator: {allocator}"):
+            if remark:
+                logging.info(remark)
+        C, H, W = data.train_files.shape
+        logging.info("Run folder: %s", self.folder)
+        logging.info("Device: %s, %d rank(s), %d thread(s) each", self.device, self.world.size, torch.get_num_threads())
+        logging.info(
+            "Data: %d training and %d validation samples of %d channels in, %d out, %d x %d of %d x %d; dt is %s",
+            *(len(data.train_pairs), len(data.valid_pairs), len(data.in_names), len(data.out_names)),
+            *(*data.img_size, H, W, data.hours),
+        )
+        logging.info("Reading: %s", data.reading)
+        logging.info(
+            "Batch: %d = %d a pass x %d data-parallel rank(s) x %d accumulation step(s); "
+            "%d iterations an epoch, %d in all",
+            *(config.global_batch_size, config.local_batch_size, data.num_shards, config.accumulation_steps),
+            *(len(data.train_loader), config.num_iters),
+        )
+        logging.info(
+            "Model: %s parameters on each rank, %.4g GFLOP a sample forward; attention kernel: %s",
+            f"{sum(p.numel() for p in model.parameters()):,}",
+            self.flops / 1e9,
+            model.blocks[0].attn.kernel.replace("auto", "SDPA's choice"),
+        )
+        logging.info("Peak of one device for MFU: %.4g TFLOP/s (%s)", self.peak / 1e12, self.peak_source)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Record an iteration."""
+        self.write(record)
+        iteration = record["iteration"]
+        self.board.add_scalar("Loss/step", record["loss"], iteration)
+        self.board.add_scalar("Gradient norm", record["grad_norm"], iteration)
+        self.board.add_scalar("Learning Rate", record["lr"], iteration)
+
+    def speed(self, summary: dict[str, Any], seconds: float, iterations: int, after_forward: float) -> None:
+        """Log how fast the iterations of an epoch were, and their loss."""
+        at, rate = summary["iteration"], summary["samples_per_sec"]
+        self.board.add_scalar("Loss/train", summary["train_loss"], at)
+        if iterations:
+            logging.info("Time taken for epoch %i is %f sec, avg %f samples/sec", summary["epoch"], seconds, rate)
+            self.board.add_scalar("Avg iters per sec", iterations / seconds, at)
+            self.board.add_scalar("Avg samples per sec", rate, at)
+        logging.info("  Avg train loss=%f", summary["train_loss"])
+        logging.info(" Memory usage after forward pass: %f GB.", after_forward)
+        parts = summary["memory_gb"].items()
+        logging.info("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
+
+    def validation(
+        self,
+        summary: dict[str, Any],
+        scores: dict[str, Any],
+        example: tuple[Tensor, Tensor, Tensor],
+        seconds: float,
+    ) -> None:
+        """Record an epoch and its validation, and draw `example` (input, target, forecast)."""
+        names, stds = self.data.out_names, self.data.stds[self.data.outputs].tolist()
+        at, rate = summary["iteration"], summary["samples_per_sec"]
+        self.last = summary | {
+            "valid_loss": scores["loss"],
+            "valid_samples": scores["samples"],
+            "valid_rmse": dict(zip(names, scores["rmse"])),
+            "valid_rmse_units": {name: x * std for name, x, std in zip(names, scores["rmse"], stds)},
+            "valid_acc_timemean": dict(zip(names, scores["acc"])),
+            "persistence_rmse": dict(zip(names, scores["persistence"])),
+            "mfu": rate and 3 * self.flops * rate / (self.world.size * self.peak),
+        }
+        self.write(self.last)
+        logging.info("  Avg val loss={}".format(scores["loss"]))
+        logging.info("  Total validation time: {} sec".format(seconds))
+        self.board.add_scalar("Loss/valid", scores["loss"], at)
+        for name, rmse, acc in zip(names, scores["rmse"], scores["acc"]):
+            self.board.add_scalar(f"RMSE({name})/valid", rmse, at)
+            self.board.add_scalar(f"ACC_timemean({name})/valid", acc, at)
+        if rate:
+            self.board.add_scalar("MFU", self.last["mfu"], at)
+        self._draw(example, at)
+        self.board.flush()
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl."""
+        self.records.write(to_json(event) + "\n")
+        self.records.flush()
+
+    def _draw(self, example: tuple[Tensor, Tensor, Tensor], iteration: int) -> None:
+        """Write `pictures/<channel>.png`, the latest, and keep all of them in TensorBoard."""
+        data, (inp, target, forecast) = self.data, example
+        (self.folder / "pictures").mkdir(exist_ok=True)
+        file, t = data.valid_pairs[0]
+        for c in data.plot_channels:
+            name, origin = data.out_names[c], data.origins[c]
+            fields = {
+                "input": None if origin < 0 else data.to_units(inp[origin], c),
+                "target": data.to_units(target[c], c),
+                "forecast": data.to_units(forecast[c], c),
+            }
+            title = f"{name}, {data.valid_files.date(file, t)} + {data.hours}, after {iteration} iterations"
+            figure = forecast_figure(fields, data.latitude, data.longitude, name, data.units[c], title)
+            pixels = render(figure)
+            matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
+            self.board.add_image(f"Visualization, {name}", pixels, iteration, dataformats="HWC")
+
+    def result(self) -> None:
+        """Log the last validation, channel by channel."""
+        rmse, persistence = self.last["valid_rmse"], self.last["persistence_rmse"]
+        units, names = self.last["valid_rmse_units"], self.data.out_names
+        logging.info(
+            "Validation after %d iterations, RMSE at %s (normalised; in units; persistence):",
+            self.last["iteration"],
+            self.data.hours,
+        )
+        for name, unit in zip(names, self.data.units):
+            base = "none" if persistence[name] is None else f"{persistence[name]:.4f}"
+            logging.info("  %-10s %.4f   %.4g %s   %s", name, rmse[name], units[name], unit, base)
+        known = [name for name in names if persistence[name]]
+        if known:
+            ratio = sum(rmse[n] for n in known) / sum(persistence[n] for n in known)
+            logging.info("  Mean RMSE over channels: %.3f of persistence's", ratio)
+        for c in self.data.plot_channels:
+            logging.info("  Picture: %s", self.folder / "pictures" / f"{self.data.out_names[c]}.png")
+        logging.info("  Records: %s", self.folder / "metrics.jsonl")

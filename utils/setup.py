@@ -1,0 +1,58 @@
+"""What a chapter needs before it can train, and does not teach."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from utils.compiler import check_compiler
+from utils.config import Config
+from utils.device import allow_tf32, pick_device
+
+
+def prepare(config: Config, local_rank: int) -> torch.device:
+    """Return this rank's device, set up; from here on the ranks wait for one another as long as `comm_timeout` says.
+
+    Raises ValueError for what the device cannot do.
+    """
+    limit_waits(config.longest_wait)
+    device = pick_device(config.device, local_rank, config.expandable_segments)
+    check_compiler(config, device)
+    allow_tf32(config.tf32)
+    return device
+
+
+def limit_waits(timeout: timedelta) -> None:
+    """Let collectives of the group of all ranks fail after this time.
+
+    That group is there before the configuration is read, and PyTorch has no public function to change it later.
+    """
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def load_weights(model: nn.Module, path: str | None) -> nn.Module:
+    """Set the weights of `model` to those in the file, and return it; without a path they stay as they were drawn.
+
+    Raises ValueError where the file cannot be read, and where its model is another one.
+    """
+    if path is None:
+        return model
+    remedy = "init_from takes a file of `python -m utils.checkpoint export`"
+    try:
+        weights = torch.load(Path(path), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"cannot read the weights {path} ({error.strerror}): {remedy}") from None
+    except Exception as error:  # whatever it is, it is no such file
+        raise ValueError(f"{path} holds no weights ({type(error).__name__}): {remedy}") from None
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    if not isinstance(weights, dict) or not weights.keys() & shapes.keys():
+        raise ValueError(f"{path} holds no weights of this model: {remedy}")
+    for name in dict.fromkeys([*shapes, *weights]):
+        there, here = tuple(weights[name].shape) if name in weights else "not there", shapes.get(name, "not there")
+        if there != here:
+            raise ValueError(f"{name} in {path} is {there}, and in this model {here}: give the flags of its training")
+    model.load_state_dict(weights)
+    return model

@@ -3,7 +3,7 @@
 # make lint     ruff and its formatter
 # make help     this list
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
-#         simulate, benchmark, figures
+#         faults, soak (a run that is interrupted), simulate, benchmark, figures
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -20,7 +20,7 @@ READY := $(VENV)/installed
 TOOLS := $(VENV)/tools-installed
 endif
 
-.PHONY: help demo test lint format readme figures benchmark certificate mutations combinations simulate clean
+.PHONY: help demo test lint format readme figures benchmark certificate mutations combinations faults soak simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -6
@@ -62,6 +62,7 @@ benchmark: data/demo $(TOOLS)
 	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json
 	$(PYTHON) benchmarks/step.py --json benchmarks/results/step.json
 	$(PYTHON) benchmarks/loader.py --json benchmarks/results/loader.json
+	$(PYTHON) benchmarks/checkpoint.py --json benchmarks/results/checkpoint.json
 
 # Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 13 minutes on 2 cores.
 certificate: $(READY)
@@ -75,6 +76,13 @@ mutations: $(TOOLS)
 # Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
 combinations: $(READY)
 	$(PYTHON) benchmarks/combinations.py --json benchmarks/results/combinations.json --report docs/combinations.md
+
+# Every fault on every grid, and every grid after another one: about 7 minutes. Random interruptions: about 15.
+faults: $(TOOLS)
+	$(PYTHON) tests/fault_matrix.py --report docs/faults.md
+
+soak: $(TOOLS)
+	$(PYTHON) tests/soak.py
 
 # What large grids hold and send, computed on this machine: the README's table.
 simulate: $(READY)

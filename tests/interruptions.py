@@ -10,8 +10,9 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,20 +28,32 @@ SERVER.set_forkserver_preload(["train", "train_mp", "tests.interruptions"])
 
 @dataclass(frozen=True)
 class Grid:
-    ranks: int
-    script: str = "train"
+    """The ranks of train.py, or, where tp and cp are given, those of train_mp.py."""
+
+    dp: int
+    tp: int | None = None
+    cp: int | None = None
     flags: tuple[str, ...] = ()
 
     @property
+    def ranks(self) -> int:
+        return self.dp * (self.tp or 1) * (self.cp or 1)
+
+    @property
+    def script(self) -> str:
+        return "train_mp" if self.tp else "train"
+
+    @property
     def folder(self) -> str:
-        return f"{self.ranks}GPU" if self.script == "train" else "4MP"
+        return f"{self.tp * self.cp}MP" if self.tp else f"{self.dp}GPU"
+
+    @property
+    def argv(self) -> list[str]:
+        sizes = [f"--tensor_parallel={self.tp}", f"--context_parallel={self.cp}"] if self.tp else []
+        return [*sizes, *self.flags]
 
 
-GRIDS = {
-    "1 process": Grid(1),
-    "dp 2": Grid(2),
-    "tp 2 x cp 2": Grid(4, "train_mp", ("--tensor_parallel=2", "--context_parallel=2")),
-}
+GRIDS = {"1 process": Grid(1), "dp 2": Grid(2), "tp 2 x cp 2": Grid(1, 2, 2)}
 # 5 iterations an epoch; validation after 5, 10 and 14; dropout, so that random numbers count.
 FLAGS = ("--global_batch_size=4", "--num_iters=14", "--checkpoint_every=4", "--dropout=0.1", "--drop_path=0.1")
 
@@ -54,7 +67,7 @@ class Ranks:
         self.processes = [
             SERVER.Process(
                 target=_run_rank,
-                args=(grid.script, [*argv, *grid.flags], {**place, "RANK": str(r), "LOCAL_RANK": str(r)}, log, faults),
+                args=(grid.script, [*argv, *grid.argv], {**place, "RANK": str(r), "LOCAL_RANK": str(r)}, log, faults),
             )
             for r in range(grid.ranks)
         ]
@@ -66,6 +79,9 @@ class Ranks:
         for process in self.processes if rank is None else [self.processes[rank]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
+
+    def are_running(self) -> bool:
+        return all(process.exitcode is None for process in self.processes)
 
     def wait(self, timeout: float = 60) -> list[int]:
         """Return the exit codes. Ranks that hang are killed, and the test fails."""
@@ -258,10 +274,17 @@ FAULTS = {
 }
 
 
-def undisturbed(grid: Grid, folder: Path) -> Path:
+def in_dtype(dtype: torch.dtype) -> Callable[[], None]:
+    """Train in this dtype."""
+    return partial(torch.set_default_dtype, dtype)
+
+
+def undisturbed(grid: Grid, folder: Path, name: str, *flags: str, dtype: torch.dtype = torch.float32) -> Path:
     """Train without a fault; return the run's folder."""
-    argv = tiny_flags(folder, *FLAGS, "--run_num", f"whole{grid.ranks}")
-    assert Ranks(grid, argv, folder / "whole.log").wait() == [0] * grid.ranks, (folder / "whole.log").read_text()
+    argv = tiny_flags(folder, *FLAGS, *flags, "--run_num", name)
+    assert Ranks(grid, argv, folder / "whole.log", (in_dtype(dtype),)).wait() == [0] * grid.ranks, (
+        folder / "whole.log"
+    ).read_text()
     return run_folder(argv, grid.folder)
 
 
@@ -282,17 +305,56 @@ def disturbed(grid: Grid, fault: Fault, folder: Path, name: str) -> tuple[Path, 
     return path, codes
 
 
+def moved(grid: Grid, folder: Path, name: str, *flags: str, dtype: torch.dtype, home: Grid = Grid(2, 2, 1)) -> Path:
+    """Begin on the grid `home`, stop, go on with another one, stop, and finish at home; return the run's folder."""
+    argv, log = tiny_flags(folder, *FLAGS, *flags, "--run_num", name), folder / f"{name}.log"
+    stops = (At(Send(signal.SIGTERM), iteration=4), At(Send(signal.SIGTERM), iteration=6))
+    for where, code, *stop in ((home, 75, stops[0]), (grid, 75, stops[1]), (home, 0)):
+        codes = Ranks(where, [*argv, "--resume", "auto"], log, (in_dtype(dtype), *stop)).wait()
+        assert codes == [code] * where.ranks, log.read_text()
+    path = run_folder(argv, home.folder)
+    assert [line["iteration"] for line in records(path, "resume")] == [5, 8]  # before a validation, and in an epoch
+    return path
+
+
+def newest_iteration(run_folders: Iterable[Path]) -> int:
+    """Return how far the newest complete checkpoint is; 0 where there is none."""
+    found = [folder for run in run_folders for folder in checkpoint.find(run / "checkpoints")]
+    return max((checkpoint.read_info(folder)["iteration"] for folder in found), default=0)
+
+
+def worst_error(path: Path, serial: Path) -> tuple[float, float]:
+    """Return the largest difference of two runs over the largest value: of what they recorded, and of their tensors."""
+    losses, norms, scores, one = _values(path)
+    expected = _values(serial)
+    told = max(_error(torch.tensor(a), torch.tensor(b)) for a, b in zip((losses, norms, scores), expected))
+    return told, max(_error(one[name], expected[3][name]) for name in one)
+
+
+def _values(run: Path) -> tuple[list[float], list[float], list[float], dict[str, torch.Tensor]]:
+    steps, epochs = records(run, "step"), records(run, "epoch")
+    assert [line["iteration"] for line in steps] == list(range(1, len(steps) + 1))  # each once
+    newest = checkpoint.find(run / "checkpoints")[0]
+    tensors = checkpoint.read(newest, "model.") | checkpoint.read(newest, "optimizer.")
+    return [s["loss"] for s in steps], [s["grad_norm"] for s in steps], [e["valid_loss"] for e in epochs], tensors
+
+
+def _error(one: torch.Tensor, other: torch.Tensor) -> float:
+    one, other = one.double(), other.double()
+    return float((one - other).abs().max() / other.abs().max())
+
+
 def check_equal(path: Path, whole: Path) -> None:
     """Raise AssertionError unless two runs left the same: each iteration once, the same numbers, the same weights."""
-    assert [line["iteration"] for line in records(path, "step")] == list(range(1, 15))
-    assert records(path, "step") == records(whole, "step")
+    steps = records(whole, "step")
+    assert records(path, "step") == steps and [s["iteration"] for s in steps] == list(range(1, len(steps) + 1))
     keys = ("epoch", "iteration", "train_loss", "valid_loss", "valid_rmse")
     epochs, expected = ([[e[k] for k in keys] for e in records(run, "epoch")] for run in (path, whole))
-    assert epochs == expected and [e[:2] for e in epochs] == [[1, 5], [2, 10], [3, 14]]
+    assert epochs == expected and [e[0] for e in epochs] == list(range(1, len(epochs) + 1))
     board = EventAccumulator(str(path / "logs"))
     board.Reload()
-    assert [e.step for e in board.Scalars("Loss/step")] == list(range(1, 15))
-    assert [e.step for e in board.Scalars("Loss/valid")] == [5, 10, 14]
+    assert [e.step for e in board.Scalars("Loss/step")] == [s["iteration"] for s in steps]
+    assert [e.step for e in board.Scalars("Loss/valid")] == [e[1] for e in epochs]
     assert not list((path / "checkpoints").glob("*.part")) and not list((path / "checkpoints").glob("*.void"))
-    final, expected = (checkpoint.read(run / "checkpoints/00000014-validated", "") for run in (path, whole))
+    final, expected = (_values(run)[3] for run in (path, whole))
     assert final.keys() == expected.keys() and all(torch.equal(final[name], expected[name]) for name in final)

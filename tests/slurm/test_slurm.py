@@ -229,3 +229,31 @@ def test_a_batch_script_without_srun_is_one_process(slurm, data, tmp_path):
     job = slurm.sbatch("-n", 2, "-o", tmp_path / "%j.out", script, *command, cwd=ROOT)
     assert job.exit_code == 0, job.output
     check_run(tmp_path / "demo" / "1GPU" / "00")
+
+
+# A job that is signalled before its limit, saves, is put into the queue again by its own script, and finishes.
+
+
+@pytest.fixture(scope="module")
+def long_run(data):
+    """Flags of a run that takes half a minute: longer than a job's first life here."""
+    return [*data, "--num_iters=400", "--depth=1", "--checkpoint_every=100"]
+
+
+def check_long_run(folder: Path) -> None:
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [event["iteration"] for event in events if event["event"] == "step"] == list(range(1, 401))
+    assert [event["event"] for event in events].count("resume") == 1
+    assert "DONE ---- rank 0" in (folder / "out.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "script, flags, name", [("submit_pm.sh", [], "2GPU"), ("submit_pm_mp.sh", ["--tensor_parallel=2"], "2MP")]
+)
+def test_a_job_that_reaches_its_limit_goes_on_by_itself(slurm, long_run, python, tmp_path, script, flags, name):
+    where = ["-n", 2, "-t", 1, "--signal=USR1@45", "-o", tmp_path / "%j.out"]
+    job = slurm.sbatch(*where, script, *long_run, *flags, "--expdir", tmp_path, cwd=ROOT, env=python, timeout=150)
+    assert job.exit_code == 0, job.output
+    check_long_run(tmp_path / "demo" / name / "00")
+    assert f"job {job.id} is in the queue again" in job.output and "Stopped: --resume auto" in job.output
+    assert job.output.count("nodes 1, tasks 2") == 2  # both lives are in one file

@@ -3,7 +3,7 @@
 # make lint     ruff and its formatter
 # make help     this list
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
-#         faults, soak (a run that is interrupted), simulate, benchmark, figures
+#         faults, soak, slurm (interrupted runs), simulate, benchmark, figures
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -20,7 +20,7 @@ READY := $(VENV)/installed
 TOOLS := $(VENV)/tools-installed
 endif
 
-.PHONY: help demo test lint format readme figures benchmark certificate mutations combinations faults soak simulate clean
+.PHONY: help demo test lint format readme figures benchmark certificate mutations combinations faults soak slurm simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -6
@@ -83,6 +83,10 @@ faults: $(TOOLS)
 
 soak: $(TOOLS)
 	$(PYTHON) tests/soak.py
+
+# Jobs that reach their time limit, on a Slurm of one node: about 4 minutes.
+slurm: $(TOOLS)
+	$(PYTHON) -m pytest tests/slurm/at_the_limit.py
 
 # What large grids hold and send, computed on this machine: the README's table.
 simulate: $(READY)

@@ -44,7 +44,7 @@ MOVES = """
 
 A run of the same 14 iterations began on (dp, tp, cp) = (2, 2, 1), was stopped in its first validation, went on with
 another grid, was stopped after iteration 8, and finished on the first one. Largest difference from one process that
-nothing disturbed, over the largest value: in float64 of all losses, gradient norms, validation losses, weights and Adam's
+nothing disturbed, over the largest value: in float64 of losses, gradient norms, validation losses, weights and Adam's
 moments; in float32 of the first three. (Weights in float32 are as far from one process as those of a run that stays on
 its grid. The key part of the bias of qkv is farthest: its gradient is rounding alone, and Adam divides it by its size.)
 

@@ -24,7 +24,7 @@ ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmctldPort={port1}
 SlurmdPort={port2}
 StateSaveLocation={folder}/state
@@ -149,12 +149,17 @@ class Slurm:
     def logs(self) -> str:
         return "\n".join(f"{p.name}:\n{p.read_text()[-2000:]}" for p in sorted(self.folder.glob("*.log")))
 
-    def sbatch(self, *arguments, cwd: Path, env: dict | None = None, timeout: float = 60) -> Job:
-        """Submit a job and wait for its end. (sbatch --wait would look after 2 s, then after 10 s.)"""
+    def sbatch(self, *arguments, cwd: Path, env: dict | None = None, timeout: float = 60, meanwhile=None) -> Job:
+        """Submit a job and wait for its end; `meanwhile` is called with its number.
+
+        (sbatch --wait would look after 2 s, then after 10 s.)
+        """
         start = time.time()
         done = self.run("sbatch", "--parsable", *arguments, cwd=cwd, env=env)
         assert done.returncode == 0, f"sbatch refused: {done.stderr}"
         job = done.stdout.strip()
+        if meanwhile:
+            meanwhile(job)
         while True:
             record = self.run("scontrol", "show", "job", job).stdout
             state, code, killed_by, output = re.search(

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -177,8 +178,12 @@ def test_the_first_host_is_the_master(nodes, first):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Flags that name a small data set, made here."""
-    folder = tmp_path_factory.mktemp("data") / "data"
-    make = ["-m", "utils.sample_data", "--out", folder, "--trajectories", "2", "--samples", "12", "--spinup_days", "2"]
+    return make_data(tmp_path_factory.mktemp("data"), "--trajectories", "2", "--samples", "12", "--spinup_days", "2")
+
+
+def make_data(parent: Path, *shape: str) -> list[str]:
+    folder = parent / "data"
+    make = ["-m", "utils.sample_data", "--out", folder, *shape]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *map(str, make)], cwd=ROOT, env=env, check=True, timeout=120)
     flags = [f"--train_data_path={folder}/train", f"--valid_data_path={folder}/valid"]
@@ -231,29 +236,64 @@ def test_a_batch_script_without_srun_is_one_process(slurm, data, tmp_path):
     check_run(tmp_path / "demo" / "1GPU" / "00")
 
 
-# A job that is signalled before its limit, saves, is put into the queue again by its own script, and finishes.
+# A job that is signalled, saves, is put into the queue again by its own script, and finishes. (At a real time limit:
+# at_the_limit.py.)
+
+SCRIPTS = [("submit_pm.sh", [], "2GPU"), ("submit_pm_mp.sh", ["--tensor_parallel=2"], "2MP")]
 
 
 @pytest.fixture(scope="module")
-def long_run(data):
-    """Flags of a run that takes half a minute: longer than a job's first life here."""
-    return [*data, "--num_iters=400", "--depth=1", "--checkpoint_every=100"]
+def long_data(tmp_path_factory):
+    """Flags of a run of 80 iterations in two epochs: some seconds."""
+    data = make_data(tmp_path_factory.mktemp("long"), *"--shape 8 64 128 --samples 321".split())
+    return [*data, "--num_iters=80", "--limit_nsamples_val=8", "--depth=1", "--plot_channels=None"]
 
 
-def check_long_run(folder: Path) -> None:
+def check_long_run(folder: Path, iterations: int = 80) -> None:
+    """Each iteration once, over two lives."""
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [event["iteration"] for event in events if event["event"] == "step"] == list(range(1, 401))
+    assert [event["iteration"] for event in events if event["event"] == "step"] == list(range(1, iterations + 1))
     assert [event["event"] for event in events].count("resume") == 1
     assert "DONE ---- rank 0" in (folder / "out.log").read_text()
 
 
-@pytest.mark.parametrize(
-    "script, flags, name", [("submit_pm.sh", [], "2GPU"), ("submit_pm_mp.sh", ["--tensor_parallel=2"], "2MP")]
-)
-def test_a_job_that_reaches_its_limit_goes_on_by_itself(slurm, long_run, python, tmp_path, script, flags, name):
-    where = ["-n", 2, "-t", 1, "--signal=USR1@45", "-o", tmp_path / "%j.out"]
-    job = slurm.sbatch(*where, script, *long_run, *flags, "--expdir", tmp_path, cwd=ROOT, env=python, timeout=150)
+def wait_for(condition, seconds: float = 60) -> None:
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.1)
+
+
+def has_trained(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) > 20
+
+
+@pytest.mark.parametrize("script, flags, name", SCRIPTS)
+def test_a_signalled_job_goes_on_by_itself(slurm, long_data, python, tmp_path, script, flags, name):
+    folder = tmp_path / "demo" / name / "00"
+
+    def signal(job: str) -> None:
+        wait_for(lambda: has_trained(folder))
+        slurm.run("scancel", "--signal=USR1", job)
+
+    argv = ["-n", 2, "-o", tmp_path / "%j.out", script, *long_data, *flags, "--expdir", tmp_path]
+    job = slurm.sbatch(*argv, cwd=ROOT, env=python, timeout=150, meanwhile=signal)
     assert job.exit_code == 0, job.output
-    check_long_run(tmp_path / "demo" / name / "00")
+    check_long_run(folder)
     assert f"job {job.id} is in the queue again" in job.output and "Stopped: --resume auto" in job.output
     assert job.output.count("nodes 1, tasks 2") == 2  # both lives are in one file
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(slurm, long_data, python, tmp_path):
+    folder = tmp_path / "demo/2GPU/00"
+
+    def cancel(job: str) -> None:
+        wait_for(lambda: has_trained(folder))
+        slurm.run("scancel", job)
+
+    argv = ["-n", 2, "-o", tmp_path / "%j.out", "submit_pm.sh", *long_data, "--expdir", tmp_path]
+    job = slurm.sbatch(*argv, cwd=ROOT, env=python, meanwhile=cancel)
+    wait_for(lambda: "Stopped: --resume auto goes on from here" in (tmp_path / f"{job.id}.out").read_text())
+    time.sleep(3)
+    assert "JobState=CANCELLED" in slurm.run("scontrol", "show", "job", job.id).stdout
+    assert list((folder / "checkpoints").glob("*/info.json"))

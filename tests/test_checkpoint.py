@@ -1,0 +1,205 @@
+"""Checkpoints: what is written, kept, found again and refused; weights that leave a run and begin another one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+import train_mp
+from tests.helpers import losses, records, run_folder, run_here, tiny_flags
+from utils import checkpoint
+from utils.config import load_config
+from utils.launch import Ended
+from utils.run_folder import lock_run
+
+FLAGS = ("--num_iters", "6", "--checkpoint_every", "2")  # two iterations an epoch
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoint.find(folder / "checkpoints")]
+
+
+@pytest.fixture
+def soon_best(tiny, monkeypatch):
+    """A run whose first validation is the best: then the learning rate destroys what was learnt."""
+    monkeypatch.setattr(train, "learning_rate", lambda i, config: 1e-3 if i < 2 else 3.0)
+    folder = run_here(tiny_flags(tiny, *FLAGS))
+    monkeypatch.undo()
+    return folder
+
+
+def test_the_newest_checkpoints_are_kept_and_the_best(soon_best, tiny):
+    folder = soon_best
+    assert names(folder) == ["00000006-validated", "00000004-validated", "00000002-validated"]
+    told = [e["valid_loss"] for e in records(folder, "epoch")]
+    info = checkpoint.read_info(folder / "checkpoints/00000006-validated")
+    assert min(told) == told[0] == info["best"]["loss"] and info["best"]["name"] == "00000002-validated"
+    folder = run_here(tiny_flags(tiny, *FLAGS, "--run_num", "one", "--keep_checkpoints", "1"))
+    assert names(folder) == ["00000006-validated"]  # the best, too
+
+
+def test_a_checkpoint_says_where_it_stands(tiny):
+    folder = run_here(tiny_flags(tiny, "--num_iters", "6", "--checkpoint_every", "3", "--keep_checkpoints", "9"))
+    info = checkpoint.read_info(folder / "checkpoints/00000003")
+    assert (info["iteration"], info["epochs"], info["samples"], info["is_finished"]) == (3, 1, 24, False)
+    assert info["epoch_losses"] == losses(folder)[2:3] and info["train_samples"] == 21
+    assert info["config"]["num_iters"] == 6 and info["versions"]["torch"] == torch.__version__
+    assert checkpoint.read_info(folder / "checkpoints/00000006-validated")["is_finished"]
+    assert not list((folder / "checkpoints").glob("*.part"))
+
+
+def test_no_checkpoints_if_none_are_asked_for(tiny):
+    folder = run_here(tiny_flags(tiny, "--checkpoint_every", "None"))
+    assert not (folder / "checkpoints").exists()
+
+
+def test_time_makes_checkpoints_too(tiny):
+    flags = "--num_iters 10 --global_batch_size 2 --checkpoint_every 0.001s --keep_checkpoints 99".split()
+    assert len(names(run_here(tiny_flags(tiny, *flags)))) > 3  # one after the only validation
+
+
+def test_a_time_limit_saves_and_stops(tiny):
+    argv = tiny_flags(tiny, "--num_iters", "500", "--time_limit", "1s")
+    with pytest.raises(Ended) as ended:
+        run_here(argv)
+    folder = run_folder(argv)
+    assert ended.value.args == (75,) and "iterations: the time limit" in (folder / "out.log").read_text()
+    done = checkpoint.read_info(folder / "checkpoints" / names(folder)[0])["iteration"]
+    assert 1 < done < 500 and len(losses(folder)) == done
+
+
+def test_a_finished_run_is_left_alone(tiny):
+    argv = tiny_flags(tiny, *FLAGS)
+    folder = run_here(argv)
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(Ended) as ended:
+        run_here([*argv, "--resume", "auto"])
+    assert ended.value.args == (0,) and (folder / "metrics.jsonl").read_text() == before
+    assert f"{folder} is finished: all 6 iterations are done" in (folder / "out.log").read_text()
+
+
+def test_auto_begins_where_there_is_nothing_to_go_on_with(tiny):
+    assert len(losses(run_here(tiny_flags(tiny, "--resume", "auto")))) == 4
+
+
+def test_a_run_goes_back_to_an_older_checkpoint(tiny):
+    argv = tiny_flags(tiny, *FLAGS, "--keep_checkpoints", "9")
+    folder = run_here(argv)
+    whole = losses(folder)
+    run_here([*argv, "--resume", str(folder / "checkpoints/00000002-validated")])
+    assert losses(folder) == whole and [r["iteration"] for r in records(folder, "resume")] == [2]
+    assert not list((folder / "checkpoints").glob("*.void"))  # those of the first time
+
+
+@pytest.mark.parametrize(
+    "more, found",
+    [
+        (["--lr", "1"], r"was trained with lr 0.001, and now it is 1.0: a resumed run keeps it; .* --resume none"),
+        (["--global_batch_size", "4"], "was trained with global_batch_size 8, and now it is 4"),
+        (["--limit_nsamples", "16"], "was trained with limit_nsamples None, and now it is 16"),
+    ],
+)
+def test_what_decides_training_may_not_change(tiny, more, found):
+    run_here(tiny_flags(tiny, *FLAGS))
+    with pytest.raises(ValueError, match=found):
+        run_here(tiny_flags(tiny, *FLAGS, *more, "--resume", "auto"))
+
+
+def test_other_data_are_refused(tiny):
+    argv = tiny_flags(tiny, *FLAGS)
+    folder = run_here(argv)
+    shutil.rmtree(folder / "checkpoints/00000006-validated")
+    (tiny / "train/2002.h5").unlink()
+    with pytest.raises(ValueError, match="was trained on 21 samples, and now there are 13: give the same data"):
+        run_here([*argv, "--resume", "auto"])
+
+
+def test_a_path_without_a_checkpoint_is_refused(tiny):
+    with pytest.raises(ValueError, match="holds no checkpoint: give the folder of a run, or one of its checkpoints"):
+        run_here(tiny_flags(tiny, "--resume", str(tiny / "nowhere")))
+
+
+@pytest.mark.parametrize("damage", ["info", "all"])
+def test_without_a_readable_checkpoint_nothing_begins(tiny, damage):
+    argv = tiny_flags(tiny, *FLAGS)
+    folder = run_here(argv)
+    for path in checkpoint.find(folder / "checkpoints"):
+        if damage == "info":
+            (path / "info.json").write_text("{")
+        else:  # of the right size
+            info = json.loads((path / "info.json").read_text())
+            (path / "info.json").write_text(json.dumps({**info, "is_finished": False}))
+            file = path / "__0_0.distcp"
+            file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(ValueError, match=r"no checkpoint of .* can be read \(out.log says why\): start anew"):
+        run_here([*argv, "--resume", "auto"])
+    log = (folder / "out.log").read_text()
+    assert log.count("Checkpoint left out: ") == len(names(folder)) and "Traceback" not in log
+    assert len(losses(folder)) == 6  # nothing of the run is lost
+
+
+def test_a_folder_in_use_is_refused(tiny):
+    """Two jobs that go on with one run would write over each other's checkpoints."""
+    import subprocess
+    import sys
+
+    folder = run_here(tiny_flags(tiny, *FLAGS))
+    hold = "import sys; from pathlib import Path; from utils.run_folder import lock_run\n"
+    hold += "f = lock_run(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        for more in (["--resume", "auto"], []):
+            with pytest.raises(ValueError, match=f"00 is in use by process {other.pid} on .*: wait for its end, or"):
+                run_here(tiny_flags(tiny, *FLAGS, *more))
+        other.stdin.close()
+    lock_run(folder).close()
+
+
+@pytest.mark.parametrize("script, name", [(train, "1GPU"), (train_mp, "1MP")])
+def test_weights_leave_a_run_and_begin_another(tiny, script, name):
+    argv = tiny_flags(tiny, *FLAGS)
+    folder, out = run_here(argv, script.main, name), tiny / "weights.pt"
+    told = checkpoint.export(folder, out)
+    config = load_config(argv)[0].with_batches(1)
+    model = train.build_model(config, train.WeatherData(config))
+    model.load_state_dict(torch.load(out, weights_only=True))
+    count = sum(p.numel() for p in model.parameters())
+    assert told == f"{folder}/checkpoints/00000006-validated: wrote {count:,} weights after 6 iterations to {out}"
+    # The new run begins where the other one ended: its validation, with a learning rate of 0, is that one's.
+    again = run_here(tiny_flags(tiny, "--init_from", str(out), "--lr", "0", "--num_iters", "1", "--run_num", "b"))
+    assert records(again, "epoch")[0]["valid_loss"] == pytest.approx(records(folder, "epoch")[-1]["valid_loss"], 1e-6)
+
+
+def test_the_best_weights(soon_best, tiny, capsys):
+    folder = soon_best
+    assert checkpoint.main(["export", str(folder), str(tiny / "w.pt"), "--best"]) == 0
+    assert "00000002-validated: wrote" in capsys.readouterr().out
+    (folder / "checkpoints/00000004-validated/__0_0.distcp").unlink()
+    assert checkpoint.main(["inspect", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == names(folder) and lines[0].endswith("; finished")
+    assert "damaged: " in lines[1] and "the best, with a validation loss of " in lines[2]
+    assert checkpoint.main(["inspect", str(folder / "checkpoints/00000002-validated")]) == 0
+    assert "model.blocks.0.attn.qkv.weight " in (out := capsys.readouterr().out) and "[3, 32, 32]" in out
+    assert checkpoint.main(["export", str(tiny), str(tiny / "w.pt")]) == 2
+    assert "has no complete checkpoint: give the folder" in capsys.readouterr().err
+    assert checkpoint.main(["export", str(folder), str(tiny / "no/w.pt")]) == 2
+    assert "give another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["nothing", "text", "pickle", "another model"])
+def test_other_files_are_no_weights(tiny, content):
+    path = tiny / "w.pt"
+    if content == "text":
+        path.write_text("weights")
+    elif content == "pickle":
+        torch.save({"model": Path("x")}, path)  # an object: never loaded
+    elif content == "another model":
+        torch.save({"pos_embed": torch.zeros(1)}, path)
+    found = {"nothing": "No such file", "another model": r"pos_embed in .* is \(1,\), and in this model \(1, 32, 32\)"}
+    with pytest.raises(ValueError, match=found.get(content, "holds no weights .*utils.checkpoint export")):
+        run_here(tiny_flags(tiny, "--init_from", str(path)))

@@ -1,0 +1,136 @@
+"""What must not end in silence: numbers that are not finite, ranks that hang, die, or wait."""
+
+import math
+import signal
+import time
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import losses, norms, records, run_folder, run_here, tiny_flags
+from tests.interruptions import FLAGS, At, Grid, Ranks, Send, in_dtype
+from utils import checkpoint
+
+
+def spoil(folder, sample: int) -> None:
+    """Put a NaN into a frame of the training data."""
+    with h5py.File(folder / "train/2001.h5", "r+") as file:
+        file["fields"][sample, 1, 3, 5] = math.nan
+
+
+SKIP = ("--num_iters=10", "--global_batch_size=4", "--on_nonfinite=skip", "--checkpoint_every=None")
+
+
+def test_a_step_that_is_not_finite_is_skipped(tiny):
+    """Two batches hold the broken frame, as input and as target: they change nothing, and are named."""
+    clean = run_here(tiny_flags(tiny, *SKIP, "--run_num", "clean"))
+    spoil(tiny, 9)
+    folder = run_here(tiny_flags(tiny, *SKIP))
+    bad = [i for i, loss in enumerate(losses(folder), 1) if loss is None]
+    assert len(bad) == 4 and [i for i, norm in enumerate(norms(folder), 1) if norm is None] == bad  # in two epochs
+    until = bad[0] - 1
+    assert losses(folder)[:until] == losses(clean)[:until] and losses(folder)[until + 1] != losses(clean)[until + 1]
+    log = (folder / "out.log").read_text()
+    assert log.count("Step skipped: iteration ") == 4 and f"Step skipped: iteration {bad[0]} has loss nan and " in log
+    assert log.count("2001.h5") >= 4 and "ch1" in log
+    told = [e["train_loss"] for e in records(folder, "epoch")]
+    assert told[0] == pytest.approx(np.mean([x for x in losses(folder)[:5] if x is not None]))
+
+
+def test_a_skipped_step_leaves_weights_and_moments(tiny, monkeypatch):
+    """With and without the steps that are skipped: the same weights."""
+    import train
+
+    kept = []
+    original = train.update_weights
+
+    def update(optimizer, scaler, config, lr, **options):
+        before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+        before += [x.clone() for p in optimizer.state.values() for x in p.values()]
+        norm = original(optimizer, scaler, config, lr, **options)
+        after = list(optimizer.param_groups[0]["params"]) + [x for p in optimizer.state.values() for x in p.values()]
+        kept.append((bool(norm.isfinite()), all(torch.equal(a, b) for a, b in zip(before, after)), scaler.get_scale()))
+        return norm
+
+    spoil(tiny, 9)
+    monkeypatch.setattr(train, "update_weights", update)
+    for more in ([], ["--enable_fused"], ["--amp_mode=bf16"]):
+        kept.clear()
+        run_here(tiny_flags(tiny, *SKIP, *more))
+        assert [same for _, same, _ in kept] == [not finite for finite, _, _ in kept]
+        assert [finite for finite, _, _ in kept].count(False) == 4 and {scale for *_, scale in kept} == {1.0}
+
+
+@pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2, 2)])
+def test_all_ranks_skip_the_same_steps(tiny, grid):
+    spoil(tiny, 9)
+    logs = []
+    for where, name in ((Grid(1), "one"), (grid, "many")):
+        argv, log = tiny_flags(tiny, *SKIP, "--run_num", name), tiny / f"{name}.log"
+        assert Ranks(where, argv, log, (in_dtype(torch.float64),)).wait() == [0] * where.ranks, log.read_text()
+        logs.append(run_folder(argv, where.folder))
+    one, many = ([x if x is not None else -1 for x in losses(folder)] for folder in logs)
+    assert one.count(-1) == 4
+    np.testing.assert_allclose(many, one, rtol=1e-12)
+
+
+def test_skipping_ends_where_nothing_else_happens(tiny):
+    for sample in range(14):
+        spoil(tiny, sample)
+    flags = ["--num_iters=50", "--on_nonfinite=skip", "--limit_nsamples=12", "--global_batch_size=1"]
+    with pytest.raises(ValueError, match=r"iteration 31: .*2001.h5.* mend or remove the file, or use --on_nonfinite"):
+        run_here(tiny_flags(tiny, *flags))
+
+
+def hang(_) -> None:
+    time.sleep(100)
+
+
+def test_a_rank_that_waits_too_long_says_where(tiny):
+    argv, log, start = tiny_flags(tiny, *FLAGS, "--comm_timeout=2s"), tiny / "log", time.perf_counter()
+    codes = Ranks(Grid(2), argv, log, (At(hang, rank=1),)).wait(timeout=60)
+    told = log.read_text()
+    assert codes == [1, 1] and time.perf_counter() - start < 20
+    assert "train.py: error: rank 0: Timed out waiting 2000ms" in told, told
+    assert "rank 1: rank 0 is gone, and this one ends too; it was at tests/test_guards.py:" in told
+    assert "time.sleep(100)" in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2, 2)])
+def test_a_rank_that_dies_ends_the_others_at_once(tiny, grid):
+    argv, log, start = tiny_flags(tiny, *FLAGS), tiny / "log", time.perf_counter()
+    codes = Ranks(grid, argv, log, (At(Send(signal.SIGKILL), rank=1),)).wait(timeout=60)
+    assert codes[1] == -9 and set(codes) <= {1, -9} and time.perf_counter() - start < 15
+    assert "Traceback" not in log.read_text()
+
+
+def fail(_) -> None:
+    raise ZeroDivisionError("of nobody's making")
+
+
+def test_an_error_of_one_rank_is_told_and_ends_the_others(tiny):
+    argv, log = tiny_flags(tiny, *FLAGS), tiny / "log"
+    assert Ranks(Grid(2), argv, log, (At(fail, rank=1),)).wait(timeout=60) == [1, 1]
+    told = log.read_text()
+    assert (
+        "ZeroDivisionError: of nobody's making" in told and "train.py: error: rank 1: ZeroDivisionError (tests/" in told
+    )
+
+
+def test_ctrl_c_twice_ends_at_once(tiny):
+    argv, log = tiny_flags(tiny, *FLAGS), tiny / "log"
+    twice = (At(Send(signal.SIGINT)), At(Send(signal.SIGINT)))
+    assert Ranks(Grid(1), argv, log, twice).wait(timeout=60) != [75]
+    folder = run_folder(argv)
+    assert "KeyboardInterrupt" in log.read_text()
+    assert checkpoint.find(folder / "checkpoints")[0].name == "00000005-validated"
+
+
+def test_the_log_of_a_run_tells_what_ended_it(tiny):
+    spoil(tiny, 9)
+    with pytest.raises(ValueError):
+        run_here(tiny_flags(tiny, "--num_iters=10"))
+    last = (run_folder(tiny_flags(tiny)) / "out.log").read_text().splitlines()[-1]
+    assert " - ERROR - Refused: iteration " in last and "2001.h5" in last

@@ -20,7 +20,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers import clean_environment, free_port, records, run_folder, tiny_flags
-from utils import checkpoint, run
+from utils import checkpoint, report, run
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["train", "train_mp", "tests.interruptions"])
@@ -103,6 +103,7 @@ def _run_rank(script: str, argv: list[str], place: dict[str, str], log: Path, fa
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
+    report.Report._draw = lambda *_: None  # pictures take half of the time
     module = sys.modules[script]
     sys.argv = [f"{script}.py", *argv]
     for fault in faults:

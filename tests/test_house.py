@@ -125,6 +125,10 @@ def test_the_readme_has_the_figures_of_the_records():
     assert figures["native_over_preadv"] >= 0.85 and figures["native_over_stock"] >= 5
     assert all(speed >= 0.8 * depth for depth, speed in cold.items())
     assert figures["data_wait_frac"] < 0.02 and figures["of a loop bound by a step of 20 ms"] >= 0.95
+    saving = json.loads((results / "checkpoint.json").read_text())["figures"]
+    assert f"{saving['save_over_raw_write']:.1f} times as long as writing the same bytes" in words
+    assert f"waits {saving['stall, s']:.2f} s for it, {100 * saving['stall_over_save']:.1f}% of that" in words
+    assert saving["stall_over_save"] < 0.1
     simulated = json.loads((results / "simulate.json").read_text())
     assert table(simulated["grids"]) in text
     assert simulated["figures"]["activations_tp4_over_tp1"] < 0.36

@@ -135,7 +135,8 @@ if [ "$code" = 75 ]; then # saved, and not done
     if scontrol requeue "$SLURM_JOB_ID"; then
         echo "submit_pm.sh: job $SLURM_JOB_ID is in the queue again, and will go on from its newest checkpoint"
         sleep 60 # Slurm ends this script
+    else
+        echo "submit_pm.sh: not in the queue again; to go on: submit the same command with --resume auto" >&2
     fi
-    echo "submit_pm.sh: not in the queue again; to go on: submit the same command with --resume auto" >&2
 fi
 exit "$code"

@@ -156,7 +156,8 @@ def build_model(config: Config, data: WeatherData) -> ViT:
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=config.enable_fused or None)
+    fused, capturable = config.enable_fused or None, config.graph_optimizer
+    return torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=fused, capturable=capturable)
 
 
 def build_scaler(config: Config, device: torch.device, kind: Callable = torch.amp.GradScaler) -> torch.amp.GradScaler:
@@ -186,8 +187,7 @@ def main(world: World, argv: list[str]) -> None:
         if config.enable_jit:  # by default block by block: DDP then sends gradients while the backward pass goes on
             compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
-    optimizer = build_optimizer(model, config)
-    scaler = build_scaler(config, device)
+    optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
     with Run(config, world, device, data, model.flops()) as run:
         run.begin(TrainingState(model, optimizer, scaler), remarks)  # goes on from a checkpoint, if asked to
         model = data_parallel(model, config)

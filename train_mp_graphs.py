@@ -50,8 +50,6 @@ def capture(
     step = captured(step, "step")
     if not config.graph_optimizer:
         return step, update
-    for group in optimizer.param_groups:
-        group["capturable"] = True  # Adam then counts its steps on the device
     captured_update, device = captured(update, "update"), run.device
     # A number would be recorded as it is; a tensor is read anew in each replay.
     return step, lambda lr: captured_update(torch.full((), lr, device=device))

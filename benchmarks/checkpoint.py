@@ -63,7 +63,7 @@ class Training:
 def save_alone(training: Training, folder: Path) -> float:
     """Save once while nothing else happens; return the time, s."""
     start = time.perf_counter()
-    checkpoint.save(folder, training.state.shards(), {}, dist.group.WORLD)
+    checkpoint.save(folder, training.state.shards, {}, dist.group.WORLD)
     took = time.perf_counter() - start
     checkpoint.remove([folder])
     return took

@@ -355,7 +355,8 @@ def check_equal(path: Path, whole: Path) -> None:
     board = EventAccumulator(str(path / "logs"))
     board.Reload()
     assert [e.step for e in board.Scalars("Loss/step")] == [s["iteration"] for s in steps]
-    assert [e.step for e in board.Scalars("Loss/valid")] == [e[1] for e in epochs]
+    for tag in ("Loss/valid", "Loss/train", "RMSE(ch1)/valid"):
+        assert [e.step for e in board.Scalars(tag)] == [e[1] for e in epochs], tag
     assert not list((path / "checkpoints").glob("*.part")) and not list((path / "checkpoints").glob("*.void"))
     final, expected = (_values(run)[3] for run in (path, whole))
     assert final.keys() == expected.keys() and all(torch.equal(final[name], expected[name]) for name in final)

@@ -97,7 +97,7 @@ def test_a_run_goes_back_to_an_older_checkpoint(tiny):
 @pytest.mark.parametrize(
     "more, found",
     [
-        (["--lr", "1"], r"was trained with lr 0.001, and now it is 1.0: a resumed run keeps it; .* --resume none"),
+        (["--lr", "1"], r"was trained with lr 0.001, and now it is 1.0: a resumed run keeps it; .* --init_from"),
         (["--global_batch_size", "4"], "was trained with global_batch_size 8, and now it is 4"),
         (["--limit_nsamples", "16"], "was trained with limit_nsamples None, and now it is 16"),
     ],
@@ -118,8 +118,33 @@ def test_other_data_are_refused(tiny):
 
 
 def test_a_path_without_a_checkpoint_is_refused(tiny):
-    with pytest.raises(ValueError, match="holds no checkpoint: give the folder of a run, or one of its checkpoints"):
-        run_here(tiny_flags(tiny, "--resume", str(tiny / "nowhere")))
+    for path, found in ((tiny / "nowhere", "is not there"), (tiny, "holds no checkpoint")):
+        with pytest.raises(ValueError, match=f"which {found}: give the folder of a run, or one of its checkpoints"):
+            run_here(tiny_flags(tiny, "--resume", str(path)))
+
+
+def test_a_job_goes_on_with_its_own_run(tiny, monkeypatch):
+    """Although another job has taken its name, and finished, on the same grid and on another."""
+    argv = tiny_flags(tiny, *FLAGS)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    own = run_here(argv)
+    shutil.rmtree(own / "checkpoints/00000006-validated")
+    whole = losses(own)
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    run_here(argv)  # renames it aside
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    run_here([*argv, "--resume", "auto"])
+    own = own.with_name("00.1")
+    assert losses(own) == whole and [r["iteration"] for r in records(own, "resume")] == [4]
+
+
+@pytest.mark.parametrize("before, after", [([], ["--on_nonfinite", "skip"]), (["--on_nonfinite", "skip"], [])])
+def test_the_guard_may_change(tiny, before, after):
+    argv = tiny_flags(tiny, *FLAGS)
+    folder = run_here([*argv, *before])
+    whole = losses(folder)
+    run_here([*argv, *after, "--resume", str(folder / "checkpoints/00000004-validated")])
+    assert losses(folder) == whole
 
 
 @pytest.mark.parametrize("damage", ["info", "all"])

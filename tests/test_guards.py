@@ -1,7 +1,9 @@
 """What must not end in silence: numbers that are not finite, ranks that hang, die, or wait."""
 
+import contextlib
 import math
 import signal
+import subprocess
 import time
 
 import h5py
@@ -10,8 +12,8 @@ import pytest
 import torch
 
 from tests.helpers import losses, norms, records, run_folder, run_here, tiny_flags
-from tests.interruptions import FLAGS, At, Grid, Ranks, Send, in_dtype
-from utils import checkpoint
+from tests.interruptions import FLAGS, At, Grid, Ranks, Send, in_dtype, undisturbed
+from utils import checkpoint, run
 
 
 def spoil(folder, sample: int) -> None:
@@ -80,7 +82,7 @@ def test_skipping_ends_where_nothing_else_happens(tiny):
     for sample in range(14):
         spoil(tiny, sample)
     flags = ["--num_iters=50", "--on_nonfinite=skip", "--limit_nsamples=12", "--global_batch_size=1"]
-    with pytest.raises(ValueError, match=r"iteration 31: .*2001.h5.* mend or remove the file, or use --on_nonfinite"):
+    with pytest.raises(ValueError, match=r"31 steps in a row were skipped, and .* 31 .*2001.h5.* mend or remove"):
         run_here(tiny_flags(tiny, *flags))
 
 
@@ -134,3 +136,34 @@ def test_the_log_of_a_run_tells_what_ended_it(tiny):
         run_here(tiny_flags(tiny, "--num_iters=10"))
     last = (run_folder(tiny_flags(tiny)) / "out.log").read_text().splitlines()[-1]
     assert " - ERROR - Refused: iteration " in last and "2001.h5" in last
+
+
+def test_a_full_disk_ends_nothing(tiny):
+    """Neither checkpoints nor records can be written for the rest of a run. With room again, it goes on."""
+    disk = tiny / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs a disk of its own: {mounted.stderr.strip()}")
+    try:
+        argv, log = [*tiny_flags(tiny, *FLAGS), "--expdir", str(disk)], tiny / "log"
+        assert Ranks(Grid(2), argv, log, (At(fill),)).wait() == [74, 74], log.read_text()
+        told = log.read_text()
+        assert "was not written (" in told and "No space left on device" in told and "Traceback" not in told
+        assert "The last checkpoint was not written: make room" in told
+        folder = run_folder(argv, "2GPU")
+        (folder / "filling").unlink()
+        assert Ranks(Grid(2), [*argv, "--resume", "auto"], log).wait() == [0, 0], log.read_text()
+        whole = undisturbed(Grid(2), tiny, "whole")
+        assert [line["iteration"] for line in records(folder, "resume")] == [5]
+        assert losses(folder) == losses(whole) and len(losses(folder)) == 14
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def fill(this: run.Run) -> None:
+    """Fill the disk of a run to the last byte."""
+    if this.report:
+        with (this.folder / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1000))

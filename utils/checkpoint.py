@@ -37,7 +37,7 @@ class Unreadable(ValueError):
 
 def save(
     folder: Path,
-    shards: dict[str, Tensor],
+    shards: Callable[[], dict[str, Tensor]],
     info: dict[str, Any],
     group: dist.ProcessGroup,
     sync: Callable[[], None] = lambda: None,
@@ -47,6 +47,7 @@ def save(
     Raises OSError, on all ranks, if it fails.
 
     Args:
+        shards: returns this rank's part; called when all ranks are here.
         sync: called on rank 0 before the checkpoint counts.
     """
     part, is_main = folder.with_name(f"{folder.name}.part"), dist.get_rank(group) == 0
@@ -55,8 +56,9 @@ def save(
         if is_main:
             remove([part])
         _share(None, group)
-        writer = dcp.FileSystemWriter(part, single_file_per_rank=True, sync_files=True)
-        dcp.save(shards, storage_writer=writer, process_group=group)
+        # Copying ahead is for tensors on a GPU: it would wait for the GPU now and then.
+        writer = dcp.FileSystemWriter(part, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+        dcp.save(shards(), storage_writer=writer, process_group=group)
         if is_main:
             sync()
             _complete(part, folder, info)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from utils import checkpoint
+from utils.launch import all_ranks_agree
 from utils.training_state import TrainingState
 
 
@@ -23,8 +24,7 @@ class Checkpointer:
     Args:
         folder: `checkpoints` of the run.
         keep: the newest so many stay, and the best.
-        resumed: the checkpoint that the run went on from. Newer ones are void: set aside, then removed when there is
-            a new one.
+        resumed: the checkpoint that the run went on from.
         sync: brings the records up to here to the disk; called on rank 0 before a checkpoint counts.
         timeout: how long a rank waits for the others.
     """
@@ -44,12 +44,10 @@ class Checkpointer:
         self.thread: threading.Thread | None = None
         self.newest = resumed  # complete
         self.failed = False  # the last one
-        if self.is_main:
-            folder.mkdir(exist_ok=True)
-            checkpoint.remove(folder.glob("*.part"))  # of a process that was killed
-            checkpoint.set_aside(
-                path for path in checkpoint.find(folder) if resumed is None or path.name > resumed.name
-            )
+        with all_ranks_agree():
+            if self.is_main:
+                folder.mkdir(exist_ok=True)
+                checkpoint.remove(folder.glob("*.part"))  # of a process that was killed
 
     def save(self, info: dict[str, Any]) -> None:
         """Begin to write a checkpoint; waits for the one before, and for the copy to the host.
@@ -63,7 +61,7 @@ class Checkpointer:
             return
         start = time.perf_counter()
         self.state.copy_to_host()
-        stall = time.perf_counter() - start
+        stall, self.failed = time.perf_counter() - start, True  # until it is there
         self.thread = threading.Thread(target=self._write, args=(path, info, stall), daemon=True)
         self.thread.start()
 
@@ -76,10 +74,8 @@ class Checkpointer:
     def _write(self, path: Path, info: dict[str, Any], stall: float) -> None:
         start = time.perf_counter()
         try:
-            self.state.wait_for_copy()
-            checkpoint.save(path, self.state.shards(), info, self.group, self.sync)
-        except (OSError, RuntimeError) as error:  # of the disk, or of the group
-            self.failed = True
+            checkpoint.save(path, self.state.shards, info, self.group, self.sync)
+        except Exception as error:  # of the disk, or of the group
             if self.is_main:
                 logging.warning("Checkpoint %s was not written (%s): training goes on", path, error)
             return

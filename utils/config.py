@@ -71,7 +71,7 @@ class Config:
     keep_checkpoints: int = _key(2, "newest checkpoints to keep; the best stays besides", at_least=1)
     resume: str = _key("none", "none, auto (the newest run of this name), or a run's or a checkpoint's folder")
     init_from: str | None = _key(None, "weights to begin with: a file of `python -m utils.checkpoint export`")
-    time_limit: str | None = _key(None, "save and stop after this time: 50m, 11.5h", rule=seconds)
+    time_limit: str | None = _key(None, "stop and save after this time: 50m, 11.5h", rule=seconds)
     comm_timeout: str = _key("30m", "longest wait of a rank for the others", rule=seconds)
     on_nonfinite: str = _key("stop", "what a loss or gradient that is not finite does", choices=("stop", "skip"))
 
@@ -193,8 +193,8 @@ class Config:
     def save(self, path: Path) -> None:
         """Write the resolved configuration as a section of its own: `--yaml_config PATH --config NAME` repeats it."""
         section = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
-        # Both sizes would be refused on another number of ranks.
-        section.update(local_batch_size=None, data_dir=None)
+        # Both sizes would be refused on another number of ranks, and to repeat a run is not to go on with it.
+        section.update(local_batch_size=None, data_dir=None, resume="none")
         path.write_text(yaml.safe_dump({section.pop("config"): section}, sort_keys=False))
 
 

@@ -1,5 +1,6 @@
 """Log lines, on rank 0: to the terminal and to the run's out.log, in the format of the tutorial's published logs."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -16,11 +17,22 @@ class _AboveTheBar(logging.StreamHandler):
             super().emit(record)
 
 
+class _LogFile(logging.FileHandler):
+    """Loses the lines that a full disk does not take; they are on the terminal."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def open_log(path: Path) -> list[logging.Handler]:
     """Log to the terminal (stderr) and to `path`; return the handlers, for `close_log`."""
     root = logging.getLogger()
     root.setLevel(logging.INFO)
-    handlers = [_AboveTheBar(), logging.FileHandler(path)]
+    handlers = [_AboveTheBar(), _LogFile(path)]
     for handler in handlers:
         handler.setFormatter(logging.Formatter(FORMAT))
         root.addHandler(handler)

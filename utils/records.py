@@ -38,7 +38,9 @@ class StepRecords:
         if self.kept:
             iterations, rates, losses, norms = zip(*self.kept)
             self.kept = []
-            losses, norms = torch.stack(losses), torch.stack(norms)
+            # A sum over ranks may be rounded by its place in the tensor: an iteration has its own place, always.
+            places = [(i - 1) % KEPT_ON_DEVICE for i in iterations]
+            losses, norms = _in_places(places, losses), _in_places(places, norms)
             dist.all_reduce(losses)
             # Equal on all ranks but with --noddp: then the largest counts, so that all ranks judge alike.
             dist.all_reduce(norms, op=dist.ReduceOp.MAX)
@@ -46,19 +48,27 @@ class StepRecords:
             copied = torch.cuda.Event() if losses.is_cuda else None
             if copied:
                 copied.record()
-            self.sent = (iterations, rates, on_host, copied)
+            self.sent = (iterations, rates, places, on_host, copied)
         return arrived
 
     def _receive(self) -> list[dict[str, Any]]:
         if self.sent is None:
             return []
-        (iterations, rates, on_host, copied), self.sent = self.sent, None
+        (iterations, rates, places, on_host, copied), self.sent = self.sent, None
         if copied:
             copied.synchronize()
         return [
             {"event": "step", "iteration": i, "loss": loss, "grad_norm": norm, "lr": lr}
-            for i, lr, loss, norm in zip(iterations, rates, *on_host.tolist())
+            for i, lr, loss, norm in zip(iterations, rates, *on_host[:, places].tolist())
         ]
+
+
+def _in_places(places: list[int], values: tuple[Tensor, ...]) -> Tensor:
+    """Return a tensor with each value at its place, and zeros at the others."""
+    out = [torch.zeros_like(values[0])] * KEPT_ON_DEVICE
+    for place, value in zip(places, values):
+        out[place] = value
+    return torch.stack(out)
 
 
 def to_json(value: Any) -> str:

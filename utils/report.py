@@ -1,9 +1,12 @@
 """What a run tells: its log, metrics.jsonl, TensorBoard and pictures. Rank 0 writes them."""
 
+import contextlib
 import logging
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import matplotlib.image
 import torch
@@ -33,8 +36,10 @@ class Report:
         self.flops = flops
         self.peak, self.peak_source = peak_flops(device, config.amp_mode, config.tf32)
         self.handlers = open_log(folder / "out.log")
-        self.records: TextIO | None = None
+        self.records: BinaryIO | None = None
+        self.unwritten, self.lock = b"", threading.Lock()  # lines that the disk has not taken; two threads write
         self.board: SummaryWriter | None = None
+        self.is_board_broken = False
         self.last: dict[str, Any] = {}  # the record of the last epoch
 
     def open_records(self, iteration: int, epochs: int) -> None:
@@ -42,19 +47,34 @@ class Report:
         path = self.folder / "metrics.jsonl"
         if iteration:
             cut_records(path, iteration, epochs)
-        self.records = path.open("a")
+        self.records = path.open("ab", buffering=0)
         self.board = SummaryWriter(self.folder / "logs", purge_step=iteration + 1 if iteration else None)
 
     def sync(self) -> None:
-        """Bring all records up to here to the disk."""
-        self.board.flush()
+        """Bring all records up to here to the disk. Raises OSError where it does not take them."""
+        if self.is_board_broken:
+            self.board, self.is_board_broken = SummaryWriter(self.folder / "logs"), False
+        with self._if_there_is_room():
+            self.board.flush()
+        self._write_lines()
         os.fsync(self.records.fileno())
+
+    @contextlib.contextmanager
+    def _if_there_is_room(self) -> Iterator[None]:
+        """Let training go on where its curves and pictures cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if not self.is_board_broken:
+                logging.warning("Curves and pictures are not written (%s): training goes on", error)
+            self.is_board_broken = True  # its thread has ended, and each call fails from now on
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the files; out.log gets the error that ends the run."""
         if self.records is not None:
             self.records.close()
-            self.board.close()
+            with self._if_there_is_room():
+                self.board.close()
         terminal, file = self.handlers
         close_log([terminal])
         if error is not None and not isinstance(error, Ended):
@@ -95,18 +115,19 @@ class Report:
         """Record an iteration."""
         self.write(record)
         iteration = record["iteration"]
-        self.board.add_scalar("Loss/step", record["loss"], iteration)
-        self.board.add_scalar("Gradient norm", record["grad_norm"], iteration)
-        self.board.add_scalar("Learning Rate", record["lr"], iteration)
+        with self._if_there_is_room():
+            self.board.add_scalar("Loss/step", record["loss"], iteration)
+            self.board.add_scalar("Gradient norm", record["grad_norm"], iteration)
+            self.board.add_scalar("Learning Rate", record["lr"], iteration)
 
     def speed(self, summary: dict[str, Any], seconds: float, iterations: int, after_forward: float) -> None:
         """Log how fast the iterations of an epoch were, and their loss."""
         at, rate = summary["iteration"], summary["samples_per_sec"]
-        self.board.add_scalar("Loss/train", summary["train_loss"], at)
         if iterations:
             logging.info("Time taken for epoch %i is %f sec, avg %f samples/sec", summary["epoch"], seconds, rate)
-            self.board.add_scalar("Avg iters per sec", iterations / seconds, at)
-            self.board.add_scalar("Avg samples per sec", rate, at)
+            with self._if_there_is_room():
+                self.board.add_scalar("Avg iters per sec", iterations / seconds, at)
+                self.board.add_scalar("Avg samples per sec", rate, at)
         logging.info("  Avg train loss=%f", summary["train_loss"])
         logging.info(" Memory usage after forward pass: %f GB.", after_forward)
         parts = summary["memory_gb"].items()
@@ -134,19 +155,32 @@ class Report:
         self.write(self.last)
         logging.info("  Avg val loss={}".format(scores["loss"]))
         logging.info("  Total validation time: {} sec".format(seconds))
+        with self._if_there_is_room():
+            self.board.add_scalar("Loss/train", summary["train_loss"], at)
+            self._show(scores, at)
+            self._draw(example, at)
+            self.board.flush()
+
+    def _show(self, scores: dict[str, Any], at: int) -> None:
+        names = self.data.out_names
         self.board.add_scalar("Loss/valid", scores["loss"], at)
         for name, rmse, acc in zip(names, scores["rmse"], scores["acc"]):
             self.board.add_scalar(f"RMSE({name})/valid", rmse, at)
             self.board.add_scalar(f"ACC_timemean({name})/valid", acc, at)
-        if rate:
+        if self.last["mfu"]:
             self.board.add_scalar("MFU", self.last["mfu"], at)
-        self._draw(example, at)
-        self.board.flush()
 
     def write(self, event: dict[str, Any]) -> None:
-        """Write a line of metrics.jsonl."""
-        self.records.write(to_json(event) + "\n")
-        self.records.flush()
+        """Write a line of metrics.jsonl. What the disk does not take waits, and no checkpoint counts meanwhile."""
+        with self.lock:
+            self.unwritten += (to_json(event) + "\n").encode()
+        with contextlib.suppress(OSError):
+            self._write_lines()
+
+    def _write_lines(self) -> None:
+        with self.lock:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.records.write(self.unwritten) :]
 
     def _draw(self, example: tuple[Tensor, Tensor, Tensor], iteration: int) -> None:
         """Write `pictures/<channel>.png`, the latest, and keep all of them in TensorBoard."""

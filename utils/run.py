@@ -24,7 +24,7 @@ from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_ag
 from utils.profiling import MemoryWatch, peak_memory_gb, profiler_window
 from utils.records import StepRecords
 from utils.report import Report
-from utils.run_folder import RunFolder, lock_run, open_run_folder
+from utils.run_folder import RunFolder, open_run_folder
 from utils.stop import StopRequests
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
@@ -64,13 +64,11 @@ class Run:
         found: list[RunFolder | None] = [None]
         with all_ranks_agree():
             if world.rank == 0:
-                found = [open_run_folder(config, name or f"{world.size}GPU")]
-                self.lock = lock_run(found[0].path)
+                found[0], self.lock = open_run_folder(config, name or f"{world.size}GPU")
+                self.report = Report(found[0].path, config, world, device, data, flops)
         dist.broadcast_object_list(found)
         (self.found,) = found
         self.folder = self.found.path
-        if world.rank == 0:
-            self.report = Report(self.folder, config, world, device, data, flops)
 
     def __enter__(self) -> "Run":
         return self
@@ -106,10 +104,14 @@ class Run:
         if self.report:
             self.report.describe(state.model)
         resumed = self._resume() if self.found.checkpoints else None
-        if self.report:
-            self.report.open_records(self.iteration, self.epochs)
-            if resumed:
-                self.report.write({"event": "resume", "iteration": self.iteration, "checkpoint": str(resumed)})
+        with all_ranks_agree():
+            if self.report:
+                there = checkpoint.find(self.folder / "checkpoints")
+                # Those after it no longer count: said before the records of these iterations are cut.
+                checkpoint.set_aside(path for path in there if resumed and path.name > resumed.name)
+                self.report.open_records(self.iteration, self.epochs)
+                if resumed:
+                    self.report.write({"event": "resume", "iteration": self.iteration, "checkpoint": str(resumed)})
         if self.config.checkpoint_every is not None:
             self._plan_checkpoints(resumed)
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
@@ -132,7 +134,8 @@ class Run:
                 continue
             self.iteration, self.epochs, self.best = info["iteration"], info["epochs"], info["best"]
             self.epoch_losses, self.skipped = info["epoch_losses"], info["skipped"]
-            self.state.scaler.load_state_dict(info["scaler"])
+            if info["config"]["amp_mode"] == self.config.amp_mode and info["scaler"]:
+                self.state.scaler.load_state_dict(info["scaler"])
             self.log("Resumed after %d iterations from %s", self.iteration, path)
             return path
         raise Refused(f"no checkpoint of {self.folder} can be read (out.log says why): start anew with --resume none")
@@ -230,7 +233,7 @@ class Run:
             self.log("Stopping after %d of %d iterations: %s", self.iteration, self.config.num_iters, why)
             self._save()
             self._wait_for_save()
-            self.log("Stopped: --resume auto goes on from here")
+            self.log("Stopped: --resume auto goes on from here, or --resume %s", self.folder)
             raise Ended(STOPPED)
 
     def _save(self) -> None:
@@ -289,8 +292,10 @@ class Run:
         if was_skipped and self.skipped <= SKIPS_ALLOWED:
             self.log("Step skipped: %s; %s", what, found or "its data are finite")
             return
+        if self.skipped > 1:
+            what = f"{self.skipped} steps in a row were skipped, and {what}"
         if found:
-            raise Refused(f"iteration {iteration}: {found}; mend or remove the file, or use --on_nonfinite skip")
+            raise Refused(f"{what}: {found}; mend or remove the file, or use --on_nonfinite skip")
         raise Refused(
             f"{what}, and its data are finite: training diverged; lower --lr, set --clip_grad_norm, or use "
             f"--amp_mode bf16 in place of fp16"
@@ -311,9 +316,11 @@ class Run:
             self.report.validation(self.summary, scores, example, duration)
         self.epoch_losses = []
         self.epochs += 1
-        is_best = self.best["loss"] is None or scores["loss"] < self.best["loss"]
+        told = [scores["loss"]]
+        dist.broadcast_object_list(told)  # its last digit may differ from rank to rank, and all must save alike
+        is_best = self.best["loss"] is None or told[0] < self.best["loss"]
         if is_best:
-            self.best = {"loss": scores["loss"], "name": checkpoint.name(self.iteration, is_validated=True)}
+            self.best = {"loss": told[0], "name": checkpoint.name(self.iteration, is_validated=True)}
         if self.checkpointer is not None:
             if is_best or self.is_due or self.should_stop:
                 self._save()

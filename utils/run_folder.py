@@ -5,6 +5,7 @@
 
 import fcntl
 import os
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,24 +37,28 @@ class RunFolder:
         return next((info for _, info in self.checkpoints if info), None)
 
 
-def open_run_folder(config: Config, name: str) -> RunFolder:
-    """Return the folder of a run, as `resume` asks: a new one, or the one to go on in.
+def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
+    """Return the folder of a run, as `resume` asks, a new one or the one to go on in, and its lock.
 
     Raises ValueError where it cannot be written or another run is at work in it, where there is nothing to resume, and
     where a key that decides training has changed.
     """
     if config.run_num in ("", ".", "..") or "/" in config.run_num:
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
-    found = None
-    if config.resume == "auto":
-        found = _find_newest(config)
-    elif config.resume != "none":
-        found = _find_at(Path(config.resume))
+    find = {"none": lambda: None, "auto": lambda: _find_newest(config)}.get(config.resume, lambda: _find_at(config))
+    found = find()
     if found is None:
-        return RunFolder(make_run_folder(config, name))
+        path = make_run_folder(config, name)
+        return RunFolder(path), lock_run(path)
+    lock = lock_run(found.path)
+    found = find()  # once more: until now another process may have been at work here
     if found.newest:
         check_same_training(found.path, found.newest["config"], config)
-    return found
+    try:
+        config.save(found.path / "config.yaml")
+    except OSError as error:
+        raise ValueError(f"cannot write to {found.path} ({error.strerror}): a run goes on in its own folder") from None
+    return found, lock
 
 
 def make_run_folder(config: Config, name: str) -> Path:
@@ -61,7 +66,7 @@ def make_run_folder(config: Config, name: str) -> Path:
     path = Path(config.expdir) / config.config / name / config.run_num
     try:
         if path.exists():
-            lock_run(path).close()
+            lock_run(path, sign=False).close()
             aside = next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists())
             path.rename(aside)
         (path / "logs").mkdir(parents=True)
@@ -71,8 +76,8 @@ def make_run_folder(config: Config, name: str) -> Path:
     return path
 
 
-def lock_run(path: Path) -> TextIO:
-    """Take the folder for this process, until it ends or closes the file that is returned.
+def lock_run(path: Path, sign: bool = True) -> TextIO:
+    """Take the folder for this process, until it ends or closes the file that is returned, and write who has it.
 
     Raises ValueError where another process has it. A file system without locks locks nothing.
     """
@@ -80,37 +85,58 @@ def lock_run(path: Path) -> TextIO:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        file.seek(0)
         raise ValueError(
-            f"{path} is in use by {file.read().strip() or 'another process'}: wait for its end, or choose another "
-            f"--run_num"
+            f"{path} is in use by {_holder(path) or 'another process'}: wait for its end, or choose another --run_num"
         ) from None
     except OSError:
         pass
-    job = f"job {os.environ['SLURM_JOB_ID']}, " if "SLURM_JOB_ID" in os.environ else ""
-    file.truncate(0)
-    file.write(f"{job}process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    if sign:
+        file.truncate(0)
+        file.write(f"{_job()}process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
     return file
 
 
+def _holder(path: Path) -> str:
+    """Return what the process that works, or worked, on a run wrote about itself."""
+    file = path / "lock"
+    return file.read_text().strip() if file.exists() else ""
+
+
+def _job() -> str:
+    """Return what a Slurm job writes about itself; nothing outside Slurm."""
+    return f"job {os.environ['SLURM_JOB_ID']}, " if "SLURM_JOB_ID" in os.environ else ""
+
+
 def _find_newest(config: Config) -> RunFolder | None:
-    """Return the run with the newest checkpoint, of those with this name on any number of ranks."""
-    runs = [_read_run(path) for path in Path(config.expdir, config.config).glob(f"*/{config.run_num}")]
+    """Return the run with the newest checkpoint, of those with this name on any number of ranks.
+
+    A Slurm job that was started again goes on with its own, even if another job has renamed it aside meanwhile.
+    """
+    folders = list(Path(config.expdir, config.config).glob("*/*"))
+    aside = re.compile(re.escape(config.run_num) + r"(\.\d+)?")
+    own = [path for path in folders if aside.fullmatch(path.name) and _job() and _job() in _holder(path)]
+    runs = [_read_run(path) for path in own or [path for path in folders if path.name == config.run_num]]
     runs = [run for run in runs if run.checkpoints]
     return max(runs, key=lambda run: run.checkpoints[0][0].stat().st_mtime, default=None)
 
 
-def _find_at(path: Path) -> RunFolder:
-    """Return the run of a path: its folder, or one of its checkpoints."""
+def _find_at(config: Config) -> RunFolder:
+    """Return the run that `resume` names: its folder, or one of its checkpoints.
+
+    A Slurm job that was started again goes on with the newest of them, wherever it began.
+    """
+    path = Path(config.resume)
     if checkpoint.is_name(path.name) and path.parent.name == "checkpoints":
         run = _read_run(path.parent.parent)
-        run.checkpoints = [(found, info) for found, info in run.checkpoints if found.name == path.name]
+        if not (_job() and "SLURM_RESTART_COUNT" in os.environ and _job() in _holder(run.path)):
+            run.checkpoints = [(found, info) for found, info in run.checkpoints if found.name == path.name]
     else:
         run = _read_run(path)
     if not run.checkpoints:
         raise ValueError(
-            f"cannot resume from {path}, which holds no checkpoint: give the folder of a run, or one of its checkpoints"
+            f"cannot resume from {path}, which {'holds no checkpoint' if path.exists() else 'is not there'}: "
+            f"give the folder of a run, or one of its checkpoints"
         )
     return run
 
@@ -135,5 +161,5 @@ def check_same_training(path: Path, old: dict[str, Any], config: Config) -> None
         if key in old and old[key] != new[key]:
             raise ValueError(
                 f"{path} was trained with {key} {old[key]}, and now it is {new[key]}: a resumed run keeps it; "
-                f"set it back, or start another run with --resume none"
+                f"set it back, or begin a new run with its weights (python -m utils.checkpoint export, --init_from)"
             )

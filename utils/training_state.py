@@ -65,6 +65,7 @@ class TrainingState:
     def wait_for_copy(self) -> None:
         """Wait until the copies are on the host; any thread may call this."""
         if self.copied is not None:
+            torch.cuda.set_device(self.copied.device)  # of this thread: the first GPU belongs to another rank
             self.copied.synchronize()
 
     def generators(self) -> dict[str, Tensor]:
@@ -80,6 +81,7 @@ class TrainingState:
 
     def shards(self) -> dict[str, Tensor]:
         """Return the host's copies as torch.distributed.checkpoint takes them: slices as parts of DTensors."""
+        self.wait_for_copy()
         return {name: self._as_shard(name, x) for name, x in self.host.items()}
 
     def _as_shard(self, name: str, x: Tensor) -> Tensor:
@@ -100,24 +102,25 @@ class TrainingState:
                 begins new ones.
         """
         self.copy_to_host()
-        self.wait_for_copy()
         there = self._metadata(folder)
-        if "random.drop_path" in there:
-            self.host["random.drop_path"] = torch.empty(there["random.drop_path"].size, dtype=torch.uint8)
         rank = dist.get_rank()
         own = {f"random.cpu.{rank}", f"random.cuda.{rank}"} & there.keys() if same_ranks else set()
-        wanted = own | {"random.drop_path"} & there.keys()
+        generator = torch.Generator(next(self.model.parameters()).device)
+        has_paths = "random.drop_path" in there and hasattr(self.model, "generator")
+        if has_paths and there["random.drop_path"].size == generator.get_state().shape:  # of the same kind of device
+            self.host["random.drop_path"] = generator.get_state()
+            own.add("random.drop_path")
         shards = self.shards()
-        checkpoint.load(folder, {n: x for n, x in shards.items() if n in wanted or not n.startswith("random.")})
+        checkpoint.load(folder, {n: x for n, x in shards.items() if n in own or not n.startswith("random.")})
         for name, x in self.tensors().items():
             x.copy_(self.host[name])
         if f"random.cpu.{rank}" in own:
             torch.set_rng_state(self.host[f"random.cpu.{rank}"])
         if f"random.cuda.{rank}" in own & self.host.keys():
             torch.cuda.set_rng_state(self.host[f"random.cuda.{rank}"])
-        if "random.drop_path" in there and hasattr(self.model, "generator"):
-            self.model.generator = torch.Generator(next(self.model.parameters()).device)
-            self.model.generator.set_state(self.host["random.drop_path"])
+        if "random.drop_path" in own:
+            self.model.generator = generator
+            generator.set_state(self.host["random.drop_path"])
 
     def _metadata(self, folder: Path) -> dict[str, Any]:
         """Return what a checkpoint holds. Raises Unreadable, on all ranks."""

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,11 @@ import torch
 
 import train
 import train_mp
-from tests.helpers import losses, records, run_folder, run_here, tiny_flags
+from tests.helpers import ROOT, losses, records, run_folder, run_here, tiny_flags
 from utils import checkpoint
 from utils.config import load_config
 from utils.launch import Ended
-from utils.run_folder import lock_run
+from utils.run_folder import lock_run, open_run_folder
 
 FLAGS = ("--num_iters", "6", "--checkpoint_every", "2")  # two iterations an epoch
 
@@ -168,11 +170,8 @@ def test_without_a_readable_checkpoint_nothing_begins(tiny, damage):
 
 def test_a_folder_in_use_is_refused(tiny):
     """Two jobs that go on with one run would write over each other's checkpoints."""
-    import subprocess
-    import sys
-
     folder = run_here(tiny_flags(tiny, *FLAGS))
-    hold = "import sys; from pathlib import Path; from utils.run_folder import lock_run\n"
+    hold = "import sys; from pathlib import Path; from utils.run_folder import lock_run, open_run_folder\n"
     hold += "f = lock_run(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -182,6 +181,17 @@ def test_a_folder_in_use_is_refused(tiny):
                 run_here(tiny_flags(tiny, *FLAGS, *more))
         other.stdin.close()
     lock_run(folder).close()
+
+
+def test_a_job_that_goes_on_holds_its_folder(tiny, monkeypatch):
+    """A lock is lost when its process closes the file once more: nothing may open it to read it."""
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    folder = run_here(tiny_flags(tiny, *FLAGS))
+    config = load_config(tiny_flags(tiny, *FLAGS, "--resume", "auto"))[0].with_batches(1)
+    with open_run_folder(config, "1GPU")[1]:
+        take = "import sys, pathlib, utils.run_folder as f; f.lock_run(pathlib.Path(sys.argv[1]))"
+        done = subprocess.run([sys.executable, "-c", take, str(folder)], capture_output=True, text=True, cwd=ROOT)
+        assert "is in use by job 12, process" in done.stderr
 
 
 @pytest.mark.parametrize("script, name", [(train, "1GPU"), (train_mp, "1MP")])

@@ -1,6 +1,6 @@
 """The folder of a run: made anew, or found again with what a run left in it.
 
-<expdir>/<config>/<N>GPU/<run_num>/    out.log  config.yaml  metrics.jsonl  logs/  pictures/  checkpoints/  lock
+<expdir>/<config>/<N>GPU/<run_num>/    out.log  config.yaml  metrics.jsonl  logs/  pictures/  checkpoints/  lock  owner
 """
 
 import fcntl
@@ -51,7 +51,9 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
         path = make_run_folder(config, name)
         return RunFolder(path), lock_run(path)
     lock = lock_run(found.path)
-    found = find()  # once more: until now another process may have been at work here
+    seen, found = found.path, find()  # once more: until now another process may have been at work here
+    if found is None or found.path != seen:
+        raise ValueError(f"{seen} changed while it was opened: start again")
     if found.newest:
         check_same_training(found.path, found.newest["config"], config)
     try:
@@ -91,15 +93,16 @@ def lock_run(path: Path, sign: bool = True) -> TextIO:
     except OSError:
         pass
     if sign:
-        file.truncate(0)
-        file.write(f"{_job()}process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        (path / "owner").write_text(f"{_job()}process {os.getpid()} on {socket.gethostname()}\n")
     return file
 
 
 def _holder(path: Path) -> str:
-    """Return what the process that works, or worked, on a run wrote about itself."""
-    file = path / "lock"
+    """Return what the process that works, or worked, on a run wrote about itself.
+
+    Not into the lock: whoever closes a file loses the locks that it has on it.
+    """
+    file = path / "owner"
     return file.read_text().strip() if file.exists() else ""
 
 

@@ -171,7 +171,7 @@ def test_without_a_readable_checkpoint_nothing_begins(tiny, damage):
 def test_a_folder_in_use_is_refused(tiny):
     """Two jobs that go on with one run would write over each other's checkpoints."""
     folder = run_here(tiny_flags(tiny, *FLAGS))
-    hold = "import sys; from pathlib import Path; from utils.run_folder import lock_run, open_run_folder\n"
+    hold = "import sys; from pathlib import Path; from utils.run_folder import lock_run\n"
     hold += "f = lock_run(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

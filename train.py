@@ -29,7 +29,7 @@ from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
 from utils.profiling import span
 from utils.run import Run
-from utils.setup import load_weights, prepare
+from utils.setup import load_weights, prepare, settle_buckets
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
@@ -170,11 +170,10 @@ def data_parallel(model: ViT, config: Config, group: dist.ProcessGroup | None = 
     """Average gradients over the group (all ranks by default) in each backward pass."""
     if dist.get_world_size(group) == 1 or config.noddp:
         return model
-    # Named only where it is switched off: newer versions of PyTorch rename this argument.
-    buffers = {"broadcast_buffers": False} if config.disable_broadcast_buffers else {}
-    return DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=config.bucket_cap_mb, gradient_as_bucket_view=True, **buffers
-    )
+    options = {"bucket_cap_mb": config.bucket_cap_mb, "gradient_as_bucket_view": True}
+    if config.disable_broadcast_buffers:  # named only here: newer versions of PyTorch rename this argument
+        options["broadcast_buffers"] = False
+    return settle_buckets(DistributedDataParallel(model, process_group=group, **options))
 
 
 def main(world: World, argv: list[str]) -> None:

@@ -53,7 +53,7 @@ class Grid:
         return [*sizes, *self.flags]
 
 
-GRIDS = {"1 process": Grid(1), "dp 2": Grid(2), "tp 2 x cp 2": Grid(1, 2, 2)}
+GRIDS = {"1 process": Grid(1), "dp 2": Grid(2), "dp 4": Grid(4), "tp 2 x cp 2": Grid(1, 2, 2)}
 # 5 iterations an epoch; validation after 5, 10 and 14; dropout, so that random numbers count.
 FLAGS = ("--global_batch_size=4", "--num_iters=14", "--checkpoint_every=4", "--dropout=0.1", "--drop_path=0.1")
 

@@ -187,6 +187,18 @@ def test_deep_models_with_drop_path_compile(monkeypatch):
         torch.testing.assert_close(model.eval()(x), vit(depth=12).eval()(x))
 
 
+def test_gradients_come_in_the_order_in_which_ddp_is_told_that_they_come():
+    """utils/setup.settle_buckets takes the parameters from the last to the first: module by module, this is the order
+    of a backward pass, so a bucket is sent as soon as its part of the model is done."""
+    model, came = vit(), []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    model(torch.randn(2, 3, 16, 24)).sum().backward()
+    told = [name for name, _ in model.named_parameters()][::-1]
+    came, told = ([name.rpartition(".")[0] for name in names if name != "pos_embed"] for names in (came, told))
+    assert came == told
+
+
 def test_blocks_compile_without_a_graph_break_for_every_kernel():
     for kernel in ("auto", "math"):
         block = vit(attention=kernel).blocks[0]

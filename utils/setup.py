@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from utils.compiler import check_compiler
 from utils.config import Config
@@ -31,6 +32,20 @@ def limit_waits(timeout: timedelta) -> None:
     """
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def settle_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
+    """Let DDP arrange its buckets before the first step, and return it.
+
+    DDP learns in its first backward pass in which order gradients come, and fills buckets in this order from then on.
+    Where in a bucket a gradient lies decides in which order three or more ranks add it up, so a process that goes on
+    with a run would begin with other last digits than the process before had. Here the first backward pass is one of
+    the parameters alone, the last ones first, in every process.
+    """
+    model.reducer.prepare_for_backward([])  # what a forward pass does
+    torch.stack([p.sum() for p in model.parameters()]).sum().backward()
+    model.zero_grad(set_to_none=True)
+    return model
 
 
 def load_weights(model: nn.Module, path: str | None) -> nn.Module:

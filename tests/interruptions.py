@@ -289,12 +289,12 @@ def undisturbed(grid: Grid, folder: Path, name: str, *flags: str, dtype: torch.d
     return run_folder(argv, grid.folder)
 
 
-def disturbed(grid: Grid, fault: Fault, folder: Path, name: str) -> tuple[Path, list[int]]:
+def disturbed(grid: Grid, fault: Fault, folder: Path, name: str, *flags: str) -> tuple[Path, list[int]]:
     """Train with a fault, then go on with one plain command; return the run's folder, and the fault's exit codes.
 
     Raises AssertionError where the exit codes, what is told, or the place to go on from are not as they should be.
     """
-    argv, log = tiny_flags(folder, *FLAGS, "--run_num", name), folder / f"{name}.log"
+    argv, log = tiny_flags(folder, *FLAGS, *flags, "--run_num", name), folder / f"{name}.log"
     path = run_folder(argv, grid.folder)
     codes = Ranks(grid, argv, log, fault.on_ranks).wait()
     assert set(codes) <= fault.codes, f"{codes}\n{log.read_text()}"

@@ -1,10 +1,28 @@
 """Whatever ends a run: one plain command goes on with it, and it ends as if nothing had happened."""
 
+import contextlib
+import time
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from tests.helpers import write_data
-from tests.interruptions import FAULTS, GRIDS, Grid, check_equal, disturbed, moved, undisturbed, worst_error
+from tests.interruptions import (
+    FAULTS,
+    GRIDS,
+    KILL,
+    At,
+    Fault,
+    Grid,
+    InSave,
+    check_equal,
+    disturbed,
+    moved,
+    undisturbed,
+    worst_error,
+)
+from utils import checkpoint
 
 # Each fault on one grid here, and all on all in fault_matrix.py.
 CASES = [(name, list(GRIDS)[i % len(GRIDS)]) for i, name in enumerate(FAULTS)]
@@ -22,6 +40,34 @@ def test_a_run_that_was_interrupted_ends_as_if_nothing_had_happened(whole, fault
     folder, runs = whole
     path, _ = disturbed(GRIDS[grid], FAULTS[fault], folder, fault.replace(" ", "-"))
     check_equal(path, runs[grid])
+
+
+@contextlib.contextmanager
+def late() -> Iterator[None]:
+    """Be away in a save for longer than the others wait."""
+    time.sleep(5)
+    yield
+
+
+def deaf() -> None:
+    """Do not hear that the checkpoint of iteration 8 is written: rank 0 is the one that knows."""
+    original, calls = checkpoint._share, []
+
+    def share(*args: object) -> object:
+        calls.append(None)
+        if len(calls) == 6:  # two in each save
+            raise RuntimeError("no answer")
+        return original(*args)
+
+    checkpoint._share = share
+
+
+@pytest.mark.parametrize("fault", [InSave(late, rank=-1), deaf])
+def test_saves_go_on_after_one_in_which_the_ranks_lost_each_other(whole, fault):
+    folder, runs = whole
+    lost = Fault((fault, At(KILL, 0, 13)), {-9, 1}, 12, "00000008 was not written (")
+    path, _ = disturbed(GRIDS["dp 2"], lost, folder, f"lost-{isinstance(fault, InSave)}", "--comm_timeout=3s")
+    check_equal(path, runs["dp 2"])
 
 
 @pytest.mark.parametrize(

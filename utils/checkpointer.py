@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from utils import checkpoint
-from utils.launch import all_ranks_agree
+from utils.launch import all_ranks_agree, first_message
 from utils.training_state import TrainingState
 
 
@@ -38,16 +38,20 @@ class Checkpointer:
         sync: Callable[[], None],
         timeout: timedelta,
     ):
-        self.folder, self.state, self.keep, self.sync = folder, state, keep, sync
-        self.group = dist.new_group(backend="gloo", timeout=timeout)  # a thread's own: training's are in use meanwhile
+        self.folder, self.state, self.keep, self.sync, self.timeout = folder, state, keep, sync, timeout
         self.is_main = dist.get_rank() == 0
         self.thread: threading.Thread | None = None
         self.newest = resumed  # complete
         self.failed = False  # the last one
+        self._join()
         with all_ranks_agree():
             if self.is_main:
                 folder.mkdir(exist_ok=True)
                 checkpoint.remove(folder.glob("*.part"))  # of a process that was killed
+
+    def _join(self) -> None:
+        """Create the group of the threads that write: training's groups are in use meanwhile."""
+        self.group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def save(self, info: dict[str, Any]) -> None:
         """Begin to write a checkpoint; waits for the one before, and for the copy to the host.
@@ -61,25 +65,39 @@ class Checkpointer:
             return
         start = time.perf_counter()
         self.state.copy_to_host()
-        stall, self.failed = time.perf_counter() - start, True  # until it is there
+        stall, self.path, self.error = time.perf_counter() - start, path, None
         self.thread = threading.Thread(target=self._write, args=(path, info, stall), daemon=True)
         self.thread.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is there."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
+        """Wait until the checkpoint that is being written is there, or `failed`; all ranks call this."""
+        if self.thread is None:
+            return
+        self.thread.join()
+        self.thread = None
+        error = first_message(self.error)
+        self.failed = error is not None
+        if not self.failed:
+            self.newest = self.path
+            return
+        if not self.error:  # only other ranks know
+            self._tell(error)
+        # A rank that was away for longer than the others wait has closed the connections of the group for good.
+        dist.destroy_process_group(self.group)
+        self._join()
+
+    def _tell(self, error: str) -> None:
+        if self.is_main:
+            logging.warning("Checkpoint %s was not written (%s): training goes on", self.path, error)
 
     def _write(self, path: Path, info: dict[str, Any], stall: float) -> None:
         start = time.perf_counter()
         try:
             checkpoint.save(path, self.state.shards, info, self.group, self.sync)
         except Exception as error:  # of the disk, or of the group
-            if self.is_main:
-                logging.warning("Checkpoint %s was not written (%s): training goes on", path, error)
+            self.error = str(error) or repr(error)
+            self._tell(self.error)
             return
-        self.newest, self.failed = path, False
         if self.is_main:
             seconds = time.perf_counter() - start
             logging.info("Checkpoint %s: written in %.2f sec, of which the loop waited %.3f", path, seconds, stall)

@@ -1,21 +1,27 @@
 """Whatever ends a run: one plain command goes on with it, and it ends as if nothing had happened."""
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.helpers import write_data
+from tests.helpers import run_folder, tiny_flags, write_data
 from tests.interruptions import (
     FAULTS,
+    FLAGS,
     GRIDS,
     KILL,
     At,
     Fault,
     Grid,
     InSave,
+    InValidation,
+    Ranks,
+    Send,
     check_equal,
     disturbed,
     moved,
@@ -23,6 +29,7 @@ from tests.interruptions import (
     worst_error,
 )
 from utils import checkpoint
+from utils.report import Report
 
 # Each fault on one grid here, and all on all in fault_matrix.py.
 CASES = [(name, list(GRIDS)[i % len(GRIDS)]) for i, name in enumerate(FAULTS)]
@@ -68,6 +75,25 @@ def test_saves_go_on_after_one_in_which_the_ranks_lost_each_other(whole, fault):
     lost = Fault((fault, At(KILL, 0, 13)), {-9, 1}, 12, "00000008 was not written (")
     path, _ = disturbed(GRIDS["dp 2"], lost, folder, f"lost-{isinstance(fault, InSave)}", "--comm_timeout=3s")
     check_equal(path, runs["dp 2"])
+
+
+def die_validated() -> None:
+    """Be killed when a validation is recorded, and its checkpoint not yet written."""
+    original = Report.validation
+
+    def validation(this: Report, *args: object) -> None:
+        original(this, *args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Report.validation = validation
+
+
+def test_a_validation_that_is_done_twice_is_on_the_board_once(whole):
+    folder, runs = whole
+    argv, log = tiny_flags(folder, *FLAGS, "--run_num", "twice", "--resume=auto"), folder / "log"
+    for code, *fault in ((75, InValidation(Send(signal.SIGTERM))), (-9, die_validated), (0,)):
+        assert Ranks(Grid(1), argv, log, tuple(fault)).wait() == [code], log.read_text()
+    check_equal(run_folder(argv), runs["1 process"])
 
 
 @pytest.mark.parametrize(

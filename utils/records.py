@@ -82,16 +82,23 @@ def to_json(value: Any) -> str:
     return json.dumps(clean(value), allow_nan=False)
 
 
-def cut_records(path: Path, iteration: int, epochs: int) -> None:
-    """Remove the records of metrics.jsonl that a resumed run will write again: those after a checkpoint."""
-    kept = []
+def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Remove the records of metrics.jsonl that a resumed run will write again: those after a checkpoint.
+
+    Returns the records that stay, and those removed.
+    """
+    lines, kept, void = [], [], []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             event = json.loads(line)
         except ValueError:  # the end of a process that was killed
             continue
         if event["iteration"] <= iteration and (event["event"] != "epoch" or event["epoch"] <= epochs):
-            kept.append(line + "\n")
+            kept.append(event)
+            lines.append(line + "\n")
+        else:
+            void.append(event)
     new = path.with_suffix(".part")
-    new.write_text("".join(kept))
+    new.write_text("".join(lines))
     new.rename(path)
+    return kept, void

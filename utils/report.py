@@ -44,11 +44,15 @@ class Report:
 
     def open_records(self, iteration: int, epochs: int) -> None:
         """Begin to write after so many iterations and epochs; what an earlier process wrote of later ones is void."""
-        path = self.folder / "metrics.jsonl"
+        path, is_redone = self.folder / "metrics.jsonl", False
         if iteration:
-            cut_records(path, iteration, epochs)
+            kept, void = cut_records(path, iteration, epochs)
+            # A validation whose checkpoint was not written: its scores are on the board at the last step that counts.
+            is_redone = any(event["event"] == "epoch" and event["iteration"] == iteration for event in void)
         self.records = path.open("ab", buffering=0)
-        self.board = SummaryWriter(self.folder / "logs", purge_step=iteration + 1 if iteration else None)
+        self.board = SummaryWriter(self.folder / "logs", purge_step=iteration + (not is_redone) if iteration else None)
+        if is_redone:
+            self._plot_step(next(event for event in reversed(kept) if event["event"] == "step"))
 
     def sync(self) -> None:
         """Bring all records up to here to the disk. Raises OSError where it does not take them."""
@@ -114,6 +118,9 @@ class Report:
     def step(self, record: dict[str, Any]) -> None:
         """Record an iteration."""
         self.write(record)
+        self._plot_step(record)
+
+    def _plot_step(self, record: dict[str, Any]) -> None:
         iteration = record["iteration"]
         with self._if_there_is_room():
             self.board.add_scalar("Loss/step", record["loss"], iteration)

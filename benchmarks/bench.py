@@ -56,14 +56,16 @@ class Bench:
             compile_modules(self.model, config.compile_modules, config.compile_mode)
 
     def _mark(self, *_: object) -> None:
-        """Note the time: on a GPU an event on its stream."""
-        if not self.is_timed:
-            return
-        if self.device.type == "cuda":
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
+        if self.is_timed:
+            self.marks.append(self.now())
+
+    def now(self) -> "torch.cuda.Event | float":
+        """Return the time: on a GPU an event on its stream."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _distance(self, forecast: Tensor, target: Tensor) -> Tensor:
         loss = relative_l2(forecast, target)
@@ -81,11 +83,12 @@ class Bench:
         synchronize(self.device)
         *passes, trained, updated = self.marks
         started, passes = passes[0], passes[1:]
-        forward = sum(self._between(a, b) for a, b in zip(passes[::2], passes[1::2]))
-        whole, optimizer = self._between(started, updated), self._between(trained, updated)
+        forward = sum(self.between(a, b) for a, b in zip(passes[::2], passes[1::2]))
+        whole, optimizer = self.between(started, updated), self.between(trained, updated)
         return {"forward": forward, "backward": whole - optimizer - forward, "optimizer": optimizer, "step": whole}
 
-    def _between(self, a: object, b: object) -> float:
+    def between(self, a: object, b: object) -> float:
+        """Return the seconds between two times, once the device has come past them."""
         return a.elapsed_time(b) / 1e3 if self.device.type == "cuda" else b - a
 
     @property

@@ -6,8 +6,8 @@ What should come out: a save takes little longer than writing the same bytes to 
 little bookkeeping; while a model trains on the same cores it takes longer. The loop waits for one copy of the bytes in
 memory, and not for the disk.
 
-The model trains while it is saved, as in a run: steps of 8 tokens, so that the steps are short beside the save. On the
-device that is there: on a GPU the copy is on its stream, and the host does not wait for it.
+The model trains while it is saved, as in a run: steps of 8 tokens, so that the steps are short beside the save. On a
+GPU the copy is on its stream, and the stall is the time there, from the end of a step to the beginning of the next one.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,62 +25,54 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import train
+from benchmarks.bench import Bench
 from benchmarks.record import write_record
-from networks.vit import ViT
 from utils import checkpoint
 from utils.checkpointer import Checkpointer
-from utils.config import load_config
-from utils.device import pick_device
 from utils.launch import World, join
 from utils.profiling import synchronize
 from utils.training_state import TrainingState
 
-
-class Training:
-    """A model of 160 million parameters, and its step on random data."""
-
-    def __init__(self) -> None:
-        config = load_config(["--config=demo", "--no_residual", "--plot_channels=None"])[0]
-        self.device = pick_device(config.device, 0)
-        self.model = ViT((16, 32), 8, 20, 20, 1040, 12, 13).to(self.device)
-        optimizer, scaler = train.build_optimizer(self.model, config), train.build_scaler(config, self.device)
-        self.state = TrainingState(self.model, optimizer, scaler)
-        self.batch = [torch.randn(1, 20, 16, 32, device=self.device) for _ in range(2)]
-        self.forward_backward = partial(train.forward_backward, self.model, scaler=scaler, config=config)
-        self.update = partial(train.update_weights, optimizer, scaler, config)
-
-    def step(self) -> float:
-        """Take a step and return its time, s."""
-        start = time.perf_counter()
-        self.forward_backward(*self.batch)
-        self.update(1e-6)
-        synchronize(self.device)
-        return time.perf_counter() - start
+FLAGS = [
+    "--config=demo", "--no_residual", "--plot_channels=None", "--img_size", "16", "32", "--patch_size=8",
+    "--embed_dim=1040", "--depth=12", "--num_heads=13", "--n_in_channels=20", "--n_out_channels=20",
+    "--local_batch_size=1",
+]  # fmt: skip
 
 
-def save_alone(training: Training, folder: Path) -> float:
-    """Save once while nothing else happens; return the time, s."""
+def step(bench: Bench) -> float:
+    """Take a step and return its time, s."""
     start = time.perf_counter()
-    checkpoint.save(folder, training.state.shards, {}, dist.group.WORLD)
-    took = time.perf_counter() - start
-    checkpoint.remove([folder])
-    return took
+    bench.step(*bench.batch)
+    bench.update(1e-6)
+    synchronize(bench.device)
+    return time.perf_counter() - start
 
 
-def save(training: Training, checkpointer: Checkpointer, iteration: int) -> dict[str, float]:
+def save(bench: Bench, checkpointer: Checkpointer, iteration: int) -> dict[str, float]:
     """Save once while the model trains; return times, s."""
-    usual = statistics.median(training.step() for _ in range(3))
+    usual = statistics.median(step(bench) for _ in range(3))
     info = {"iteration": iteration, "is_validated": False, "best": {"name": None}}
-    start = time.perf_counter()
+    start, before = time.perf_counter(), bench.now()
     checkpointer.save(info)
-    stall, steps = time.perf_counter() - start, []
+    after, steps = bench.now(), []
     while checkpointer.thread.is_alive():
-        steps.append(training.step())
+        steps.append(step(bench))
     took = time.perf_counter() - start
     checkpointer.wait()
     assert not checkpointer.failed
+    synchronize(bench.device)
+    stall = bench.between(before, after)
     return {"save": took, "stall": stall, "slower": sum(steps) - usual * len(steps), "step": usual}
+
+
+def save_alone(state: TrainingState, folder: Path) -> float:
+    """Save once while nothing else happens; return the time, s."""
+    start = time.perf_counter()
+    checkpoint.save(folder, state.shards, {}, dist.group.WORLD)
+    took = time.perf_counter() - start
+    checkpoint.remove([folder])
+    return took
 
 
 def raw_write(tensors: list[torch.Tensor], path: Path) -> float:
@@ -98,6 +89,50 @@ def raw_write(tensors: list[torch.Tensor], path: Path) -> float:
     return took
 
 
+def load(state: TrainingState, folder: Path) -> float:
+    """Spoil the weights and moments and load them again; return the time, s."""
+    expected = {name: x.clone() for name, x in state.tensors().items()}
+    for x in state.tensors().values():
+        x.zero_()
+    start = time.perf_counter()
+    state.load(folder, same_ranks=True)
+    took = time.perf_counter() - start
+    assert all(torch.equal(x, expected[name]) for name, x in state.tensors().items())
+    return took
+
+
+def measure(bench: Bench, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Save and load in `folder`, on one rank; return the figures of each round."""
+    state, measured = TrainingState(bench.model, bench.optimizer, bench.scaler), []
+    options = {"keep": 1, "resumed": None, "sync": lambda: None, "timeout": timedelta(minutes=30)}
+    checkpointer = Checkpointer(folder / "checkpoints", state, **options)
+    for i in range(rounds + 1):
+        found = save(bench, checkpointer, i + 1)
+        found["alone"] = save_alone(state, folder / "alone")
+        found["raw"] = raw_write(list(state.host.values()), folder / "raw")
+        measured.append(found)
+    first, *measured = measured  # the first save allocates its buffers
+    bench.model.zero_grad(set_to_none=True)
+    state.copy_to_host()
+    last = folder / "last"
+    checkpoint.save(last, state.shards, {}, dist.group.WORLD)
+    return {
+        "save_over_raw_write": [r["alone"] / r["raw"] for r in measured],
+        "stall_over_save": [r["stall"] / r["save"] for r in measured],
+        "stall over a save that has the machine to itself": [r["stall"] / r["alone"] for r in measured],
+        "steps slower while it saves, over the save": [r["slower"] / r["save"] for r in measured],
+        "save while training, s": [r["save"] for r in measured],
+        "save alone, s": [r["alone"] for r in measured],
+        "stall, s": [r["stall"] for r in measured],
+        "raw write, s": [r["raw"] for r in measured],
+        "step, s": [r["step"] for r in measured],
+        "first stall, s": [first["stall"]],
+        "load, s": [load(state, last) for _ in range(rounds)],
+        "million parameters": [sum(p.numel() for p in bench.model.parameters()) / 1e6],
+        "GB": [sum(checkpoint.read_info(last)["files"].values()) / 1e9],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="file for the record")
@@ -106,35 +141,11 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable()
     join(World())
-    training, rounds = Training(), []
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder = Path(name)
-        options = {"keep": 1, "resumed": None, "sync": lambda: None, "timeout": timedelta(minutes=30)}
-        checkpointer = Checkpointer(folder / "checkpoints", training.state, **options)
-        for i in range(args.rounds + 1):
-            measured = save(training, checkpointer, i + 1)
-            measured["alone"] = save_alone(training, folder / "alone")
-            measured["raw"] = raw_write(list(training.state.host.values()), folder / "raw")
-            if i:  # the first save allocates its buffers
-                rounds.append(measured)
-            else:
-                first = measured["stall"]
-        size = sum(checkpoint.read_info(checkpoint.find(folder / "checkpoints")[0])["files"].values())
+    bench = Bench(FLAGS)
+    bench.is_timed = False  # no clock at its parts
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        values = measure(bench, Path(folder), args.rounds)
     dist.destroy_process_group()
-    values = {
-        "save_over_raw_write": [r["alone"] / r["raw"] for r in rounds],
-        "stall_over_save": [r["stall"] / r["save"] for r in rounds],
-        "stall over a save that has the machine to itself": [r["stall"] / r["alone"] for r in rounds],
-        "steps slower while it saves, over the save": [r["slower"] / r["save"] for r in rounds],
-        "save while training, s": [r["save"] for r in rounds],
-        "save alone, s": [r["alone"] for r in rounds],
-        "stall, s": [r["stall"] for r in rounds],
-        "raw write, s": [r["raw"] for r in rounds],
-        "step, s": [r["step"] for r in rounds],
-        "first stall, s": [first],
-        "million parameters": [sum(p.numel() for p in training.model.parameters()) / 1e6],
-        "GB": [size / 1e9],
-    }
     figures = {name: statistics.median(v) for name, v in values.items()}
     spread = {name: [min(v), max(v)] for name, v in values.items()}
     for name in figures:

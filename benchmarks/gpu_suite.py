@@ -1,6 +1,6 @@
-"""What only a GPU can show, in one call: tests, the ladder of optimisations, graphs, attention, memory, loaders.
+"""What only a GPU can show, in one call: tests, the ladder of optimisations, graphs, attention, memory, loaders, saves.
 
-    python benchmarks/gpu_suite.py --json FILE [--skip tests ladder graphs attention memory loader]
+    python benchmarks/gpu_suite.py --json FILE [--skip tests ladder graphs attention memory loader checkpoints]
 
 Ladder: none, TF32, bf16, fused optimiser, compilation, for the sections `base` and `mp`, on random data of the full
 size; graphs are the rung above. Each part writes the file anew: if time runs out, what was measured stays.
@@ -22,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.bench import Bench
+from benchmarks.checkpoint import measure
 from benchmarks.data import path_flags
 from benchmarks.record import write_record
 from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention
 from utils.config import load_config
+from utils.launch import World, join
 from utils.sample_data import write_shape
 from utils.weather_data import WeatherData
 
@@ -220,9 +222,25 @@ def loader(figures: dict, spread: dict, kernels: dict) -> None:
     clean_up()
 
 
+def checkpoints(figures: dict, spread: dict, kernels: dict) -> None:
+    """Save and load `mp` while it trains: the stall on the device's timeline."""
+    join(World())
+    bench = Bench([*SECTIONS["mp"], *PLAIN, "--amp_mode=bf16", "--enable_fused"])
+    bench.is_timed = False
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(bench, Path(folder), 5)
+    torch.distributed.destroy_process_group()
+    for name, values in found.items():
+        key = f"checkpoint of mp: {name}"
+        figures[key], spread[key] = statistics.median(values), [min(values), max(values)]
+        print(f"{key}: {figures[key]:.3f} ({min(values):.3f} to {max(values):.3f})", flush=True)
+    del bench
+    clean_up()
+
+
 PARTS = {
     "tests": tests, "ladder": ladder, "graphs": graphs, "attention": attention_kernels, "memory": memory,
-    "loader": loader,
+    "loader": loader, "checkpoints": checkpoints,
 }  # fmt: skip
 
 

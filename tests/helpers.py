@@ -127,6 +127,17 @@ def run_here(argv: list[str], main=None, name: str = "1GPU") -> Path:
     return run_folder(argv, name)
 
 
+def resume_here(argv: list[str], iteration: int, main=None, name: str = "1GPU") -> tuple[list, list]:
+    """Run to the end; then once more from a checkpoint. Return the losses of both, from there on."""
+    # 5 iterations an epoch
+    argv = [*argv, "--global_batch_size", "4", "--checkpoint_every", str(iteration), "--keep_checkpoints", "99"]
+    folder = run_here(argv, main, name)
+    whole = losses(folder)[iteration:]
+    run_here([*argv, "--resume", str(folder / f"checkpoints/{iteration:08d}")], main, name)
+    assert len(records(folder, "resume")) == 1
+    return whole, losses(folder)[iteration:]
+
+
 def run_folder(argv: list[str], name: str = "1GPU") -> Path:
     """Return the folder of the run that `argv` starts."""
     value = {flag: argv[i + 1] for i, flag in enumerate(argv) if flag in ("--expdir", "--config", "--run_num")}

@@ -16,6 +16,7 @@ from utils import checkpoint
 from utils.config import load_config
 from utils.launch import Ended
 from utils.run_folder import lock_run, open_run_folder
+from utils.training_state import host_memory
 
 FLAGS = ("--num_iters", "6", "--checkpoint_every", "2")  # two iterations an epoch
 
@@ -238,3 +239,8 @@ def test_other_files_are_no_weights(tiny, content):
     found = {"nothing": "No such file", "another model": r"pos_embed in .* is \(1,\), and in this model \(1, 32, 32\)"}
     with pytest.raises(ValueError, match=found.get(content, "holds no weights .*utils.checkpoint export")):
         run_here(tiny_flags(tiny, "--init_from", str(path)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and its memory can be pinned")
+def test_a_copy_does_without_pinned_memory_where_there_is_none():
+    assert host_memory(torch.ones(3), pin=True).shape == (3,)

@@ -13,11 +13,12 @@ import train_mp_graphs
 from distributed import mappings
 from distributed.helpers import GridScaler
 from networks.attention import BACKENDS, attention, check_attention
-from tests.helpers import fields, losses, records, run_here, tiny_flags, write_data, write_file
+from tests.helpers import fields, losses, records, resume_here, run_here, tiny_flags, write_data, write_file
 from utils.config import load_config
 from utils.device import EXPANDABLE, allocator_settings, allow_tf32, pick_device
 from utils.launch import World, join
 from utils.profiling import peak_flops
+from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
 pytestmark = pytest.mark.gpu
@@ -326,6 +327,47 @@ def test_a_graph_gives_the_losses_of_the_eager_loop(tiny, flags):
     assert "CUDA graph of the step: recorded" in (graphed / "out.log").read_text()
     rtol = 1e-5 if not {"--amp_mode", "--dropout"} & set(flags) else 2e-3
     np.testing.assert_allclose(losses(graphed), losses(eager), rtol=rtol)
+
+
+RESUMED = [
+    (train.main, "1GPU", []),
+    (train.main, "1GPU", ["--amp_mode", "fp16", "--enable_fused", "--enable_jit"]),
+    (train.main, "1GPU", ["--dropout", "0.2", "--drop_path", "0.2", "--amp_mode", "bf16"]),
+    (train_mp.main, "1MP", ["--drop_path", "0.5", "--dropout", "0.2"]),
+    (train_mp_graphs.main, "1MP", ["--graph_warmup", "3", "--drop_path", "0.5", "--dropout", "0.2"]),
+    (train_mp_graphs.main, "1MP", ["--graph_warmup", "3", "--graph_optimizer", "--enable_fused", "--amp_mode", "fp16"]),
+]
+
+
+@pytest.mark.parametrize("main, name, flags", RESUMED, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+def test_a_run_goes_on_from_a_checkpoint(tiny, main, name, flags):
+    """Rounding may differ from run to run on a GPU; other random numbers would show in the second digit."""
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        whole, resumed = resume_here(on_gpu(tiny, "--no_tf32", *flags, "--num_iters", "12"), 4, main, name)
+    np.testing.assert_allclose(resumed, whole, rtol=1e-3 if "--amp_mode" in flags else 1e-5)
+    assert len(whole) == 8
+
+
+def test_a_save_does_not_wait_for_the_device(device):
+    """The copy is launched behind the step in progress, and holds what that step leaves, not what follows it."""
+    join(World())
+    try:
+        model = torch.nn.Linear(300, 300, device=device)
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        state = TrainingState(model, optimizer, torch.amp.GradScaler("cuda"))
+        state.copy_to_host()  # allocates
+        assert all(x.is_pinned() for name, x in state.host.items() if name.startswith(("model", "optimizer")))
+        start = time.perf_counter()
+        torch.cuda._sleep(400_000_000)  # 0.2 s or so
+        model.weight.data.fill_(1.0)
+        state.copy_to_host()
+        model.weight.data.fill_(2.0)
+        launched = time.perf_counter() - start
+        saved = state.shards()["model.weight"]
+        assert launched < 0.05 < time.perf_counter() - start
+        assert (saved == 1.0).all() and (model.weight == 2.0).all()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_reduce_overhead_gives_the_losses_of_the_default_mode(tiny):

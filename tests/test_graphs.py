@@ -15,7 +15,7 @@ import train_mp
 import train_mp_graphs
 from distributed.graphs import Captured, check_capture
 from distributed.helpers import GridScaler
-from tests.helpers import ROOT, losses, norms, run_folder, run_here, run_ranks, tiny_flags
+from tests.helpers import ROOT, losses, norms, resume_here, run_folder, run_here, run_ranks, tiny_flags
 from tests.recorded_graph import RecordedGraph
 from utils.comm import Grid
 from utils.config import load_config
@@ -62,6 +62,13 @@ def test_a_recorded_step_gives_the_losses_of_the_eager_one(tiny, flags):
     assert "CUDA graph of the step: recorded" in log
     assert ("CUDA graph of the update: recorded" in log) == ("--graph_optimizer" in flags)
     assert len(set(losses(eager))) == 9
+
+
+@pytest.mark.parametrize("flags", [[], ["--graph_optimizer", "--enable_fused", "--amp_mode", "fp16"]])
+def test_a_recorded_run_goes_on_from_a_checkpoint(tiny, flags):
+    flags = ["--device", "cpu", "--num_iters", "12", "--graph_warmup", "3", "--drop_path", "0.5", *flags]
+    whole, resumed = resume_here(tiny_flags(tiny, *flags), 4, graphs, "1MP")
+    assert resumed == whole and len(set(whole)) == 8
 
 
 class LargeScale(GridScaler):

@@ -58,7 +58,7 @@ class TrainingState:
         """Copy everything to the host. On a GPU the copy is launched, and not waited for: see `wait_for_copy`."""
         for name, x in {**self.tensors(), **self.generators()}.items():
             if name not in self.host:
-                self.host[name] = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+                self.host[name] = host_memory(x, pin=x.is_cuda)
             self.host[name].copy_(x, non_blocking=True)
         self.copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
@@ -132,6 +132,16 @@ class TrainingState:
         if error := first_message(error):
             raise checkpoint.Unreadable(error)
         return there
+
+
+def host_memory(x: Tensor, pin: bool) -> Tensor:
+    """Return memory of the host for a copy of x: pinned, if asked to and possible, and nobody waits for the copy."""
+    try:
+        return torch.empty_like(x, device="cpu", pin_memory=pin)
+    except RuntimeError:  # nodes limit how much can be pinned
+        if not pin:
+            raise
+        return torch.empty_like(x, device="cpu")
 
 
 def init_moments(optimizer: torch.optim.Optimizer) -> None:

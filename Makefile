@@ -68,10 +68,11 @@ benchmark: data/demo $(TOOLS)
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
 
-# Are the certificate and the tests worth something? Makes one fault at a time: about 20 minutes.
+# Are the certificate and the tests worth something? Changes one line at a time: about 30 minutes.
 mutations: $(TOOLS)
 	$(PYTHON) tests/mutations.py
 	$(PYTHON) tests/loading_mutations.py
+	$(PYTHON) tests/resuming_mutations.py
 
 # Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
 combinations: $(READY)

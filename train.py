@@ -23,7 +23,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from networks.attention import pick_attention
 from networks.vit import ViT
 from utils.compiler import compile_modules
-from utils.config import Config, load_config
+from utils.config import Config
+from utils.config_reader import load_config
 from utils.data_loader import Batch
 from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2

@@ -22,7 +22,7 @@ from train import build_model, build_optimizer, build_scaler, data_parallel, for
 from utils import setup
 from utils.comm import Grid
 from utils.compiler import compile_modules
-from utils.config import load_config
+from utils.config_reader import load_config
 from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
 from utils.run import Run

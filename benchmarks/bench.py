@@ -13,7 +13,7 @@ import train
 from benchmarks.memory import LiveMemory
 from networks.attention import attention
 from utils.compiler import compile_modules
-from utils.config import load_config
+from utils.config_reader import load_config
 from utils.loss import relative_l2
 from utils.profiling import synchronize
 from utils.setup import prepare

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import train
-from utils.config import load_config
+from utils.config_reader import load_config
 from utils.launch import World, join
 
 STATS = ("global_means", "global_stds", "time_means")

@@ -89,7 +89,7 @@ def main() -> None:
     args, more = parser.parse_known_args()
     sys.path.insert(0, str(ROOT))
     from benchmarks.record import write_record
-    from utils.config import load_config
+    from utils.config_reader import load_config
 
     base = more if any(flag.startswith("--config") for flag in more) else ["--config=demo", *more]
     batch = load_config(base)[0].with_batches(1).global_batch_size

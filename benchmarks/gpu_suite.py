@@ -28,7 +28,7 @@ from benchmarks.record import write_record
 from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention
-from utils.config import load_config
+from utils.config_reader import load_config
 from utils.launch import World, join
 from utils.sample_data import write_shape
 from utils.weather_data import WeatherData

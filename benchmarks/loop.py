@@ -10,7 +10,7 @@ import torch
 import train
 from benchmarks.bench import REFERENCE
 from benchmarks.data import path_flags
-from utils.config import load_config
+from utils.config_reader import load_config
 from utils.launch import World, join
 from utils.sample_data import write_shape
 

@@ -35,7 +35,8 @@ from networks.vit import ViT
 from train import AMP_DTYPE, build_optimizer, forward_backward
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
-from utils.config import Config, load_config
+from utils.config import Config
+from utils.config_reader import load_config
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
 TP4, CP4, PLAIN, ULYSSES = (

@@ -15,23 +15,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.helpers import write_data  # noqa: E402
-from tests.interruptions import (  # noqa: E402
-    FAULTS,
-    GRIDS,
-    Grid,
-    check_equal,
-    disturbed,
-    moved,
-    undisturbed,
-    worst_error,
-)
+from tests.injections import FAULTS  # noqa: E402
+from tests.interruptions import GRIDS, Grid, check_equal, disturbed, moved, undisturbed, worst_error  # noqa: E402
 
 HEAD = """# What a run survives
 
 Written by `make faults`. Each cell is a run of 14 iterations, with a checkpoint every 4 and after each validation (5,
-10 and 14). It was disturbed after iteration 7 (in validation: after 5; in mid-save: in the checkpoint of iteration 8),
-and then went on with one plain command, `--resume auto`. The cell says after how many iterations it went on, and the
-exit codes of the ranks that were disturbed (-9: killed).
+10 and 14). It was disturbed after iteration 7 (all ranks killed: after 9; in validation: after 5; in mid-save: in the
+checkpoint of iteration 8), and then went on with one plain command, `--resume auto`. The cell says after how many
+iterations it went on, and the exit codes of the ranks that were disturbed (-9: killed).
 
 A cell stands here only if the weights, the optimiser's state and all records (each iteration once, its loss, its
 gradient norm, the validations, TensorBoard's curves) are equal, bit for bit, to those of a run that nothing disturbed.

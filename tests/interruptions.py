@@ -6,24 +6,25 @@ Ranks are forked from a server that has imported the scripts already: a start ta
 import contextlib
 import multiprocessing
 import os
-import resource
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
 
 from tests.helpers import clean_environment, free_port, records, run_folder, tiny_flags
-from utils import checkpoint, report, run
+from tests.injections import At, Fault, Send
+from utils import checkpoint, report
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["train", "train_mp", "tests.interruptions"])
+SERVER.set_forkserver_preload(["train", "train_mp", "tests.interruptions", "tests.injections"])
 
 
 @dataclass(frozen=True)
@@ -103,176 +104,13 @@ def _run_rank(script: str, argv: list[str], place: dict[str, str], log: Path, fa
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed leaves behind
     report.Report._draw = lambda *_: None  # pictures take half of the time
     module = sys.modules[script]
     sys.argv = [f"{script}.py", *argv]
     for fault in faults:
         fault()
     module.start(module.main, argv)
-
-
-# Faults: each is called on every rank before it starts.
-
-
-@dataclass(frozen=True)
-class At:
-    """Something that happens to one rank, or to all, after an iteration (checkpoints follow 4, 5, 8, 10 and 12)."""
-
-    do: Callable[[run.Run], None]
-    rank: int | None = None
-    iteration: int = 7
-
-    def __call__(self) -> None:
-        if self.rank is not None and int(os.environ["RANK"]) != self.rank % int(os.environ["WORLD_SIZE"]):
-            return
-        original = run.Run.after_step
-
-        def after_step(this: run.Run, *args: object) -> None:
-            original(this, *args)
-            if this.iteration == self.iteration:
-                this.checkpointer.wait()  # then what is there is known
-                self.do(this)
-
-        run.Run.after_step = after_step
-
-
-@dataclass(frozen=True)
-class InValidation:
-    """Something that happens to all ranks in the first validation, after iteration 5."""
-
-    do: Callable[[run.Run], None]
-
-    def __call__(self) -> None:
-        original = run.Run.validation_batches
-
-        def validation_batches(this: run.Run) -> Iterator[object]:
-            for i, batch in enumerate(original(this)):
-                if i == 0 and this.iteration == 5:
-                    self.do(this)
-                yield batch
-
-        run.Run.validation_batches = validation_batches
-
-
-@dataclass(frozen=True)
-class InSave:
-    """Something that happens to one rank while it writes its third checkpoint, that of iteration 8."""
-
-    around: Callable[[], contextlib.AbstractContextManager]
-    rank: int = 0
-
-    def __call__(self) -> None:
-        if int(os.environ["RANK"]) != self.rank % int(os.environ["WORLD_SIZE"]):
-            return
-        original, calls = checkpoint.dcp.save, []
-
-        def save(*args: object, **options: object) -> None:
-            calls.append(None)
-            with self.around() if len(calls) == 3 else contextlib.nullcontext():
-                original(*args, **options)
-
-        checkpoint.dcp.save = save
-
-
-@dataclass(frozen=True)
-class Send:
-    """A signal, to this process."""
-
-    number: int
-
-    def __call__(self, _: run.Run) -> None:
-        os.kill(os.getpid(), self.number)
-
-
-def make_unwritable(this: run.Run) -> None:
-    """Nothing can be written where checkpoints go. (For root no folder is read-only: here it is no folder.)"""
-    if this.report:
-        (this.folder / "checkpoints").rename(this.folder / "kept")
-        (this.folder / "checkpoints").touch()
-
-
-@contextlib.contextmanager
-def killed() -> Iterator[None]:
-    """Kill this process when it writes a file of the checkpoint."""
-
-    def half(_: object, file: BinaryIO, *args: object, **options: object) -> None:
-        file.write(b"half of it")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    torch.save = half
-    yield
-
-
-@contextlib.contextmanager
-def full_disk() -> Iterator[None]:
-    """A disk without room: no file grows beyond 20 kB. (Python ignores the signal SIGXFSZ: writing fails.)"""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-# What happens to the folder of a run between two processes.
-
-
-def nothing(_: Path) -> None:
-    pass
-
-
-def truncate(folder: Path) -> None:
-    """Cut a file of the newest checkpoint to half its size."""
-    file = sorted(checkpoint.find(folder / "checkpoints")[0].glob("*.distcp"))[0]
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def lose_shard(folder: Path) -> None:
-    """Remove a file of the newest checkpoint."""
-    sorted(checkpoint.find(folder / "checkpoints")[0].glob("*.distcp"))[-1].unlink()
-
-
-def make_writable(folder: Path) -> None:
-    (folder / "checkpoints").unlink()
-    (folder / "kept").rename(folder / "checkpoints")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One row of the matrix.
-
-    Args:
-        on_ranks: called on each rank before it starts.
-        codes: exit codes that a rank may have.
-        resumes: iterations done in the checkpoint that the next process goes on from.
-        says: what the log or the terminal tells.
-        then: what happens to the folder before the next process.
-    """
-
-    on_ranks: tuple[Callable[[], None], ...]
-    codes: set[int]
-    resumes: int
-    says: str
-    then: Callable[[Path], None] = nothing
-
-
-STOP, KILL = At(Send(signal.SIGTERM)), Send(signal.SIGKILL)
-# A rank that is asked to stop after iteration 7 tells the others in the 8th, and all stop after the 9th. A rank that
-# is killed takes the others with it: they end with 1, or with -6 where torch gives up first.
-FAULTS = {
-    "SIGTERM": Fault((STOP,), {75}, 9, "Stopping after 9 of 14 iterations: SIGTERM"),
-    "SIGUSR1, one rank": Fault((At(Send(signal.SIGUSR1), rank=-1),), {75}, 9, "Stopping after 9 of 14 iterations: "),
-    "SIGINT": Fault((At(Send(signal.SIGINT)),), {75}, 9, "Stopping after 9 of 14 iterations: SIGINT"),
-    "SIGTERM in validation": Fault((InValidation(Send(signal.SIGTERM)),), {75}, 5, "Stopping after 5 of 14 iter"),
-    "SIGKILL, one rank": Fault((At(KILL, rank=-1),), {-9, 1}, 5, ""),
-    "SIGKILL, all ranks": Fault((At(KILL),), {-9, 1}, 5, ""),
-    "SIGKILL in mid-save": Fault((InSave(killed),), {-9, 1}, 5, ""),
-    "SIGKILL in mid-save, last rank": Fault((InSave(killed, rank=-1),), {-9, 1}, 5, ""),
-    "disk full in mid-save": Fault((InSave(full_disk), At(KILL, 0, 9)), {-9, 1}, 5, "00000008 was not written"),
-    "newest checkpoint truncated": Fault((STOP,), {75}, 8, " bytes, not ", truncate),
-    "shard missing": Fault((STOP,), {75}, 8, "No such file", lose_shard),
-    "folder unwritable": Fault((At(make_unwritable),), {74}, 5, "The last checkpoint was not written", make_writable),
-}
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[], None]:

@@ -1,20 +1,19 @@
-"""Do the tests of loading and preparing data see a fault? Make one at a time, and run the tests that guard it.
+"""Do the tests of loading and preparing data see a wrong line? Change one at a time, and run the tests that guard it.
 
     python tests/loading_mutations.py [staging archive ...]       all, or those in some files of utils/
 
-`make mutations` runs it, too: about 10 minutes on 2 cores. A fault that no test sees ends the run with code 1.
+`make mutations` runs it, too: about 10 minutes on 2 cores. A change that no test sees ends the run with code 1.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults import try_faults
+from tests.mutate import run_tests, try_mutations
 
 SHARING = "parallel.py::test_compressed_frames_are_decoded_once_in_a_group"
-# file, the line as it stands, the line with the fault, tests that must see it
+# file, the line as it stands, the line as it is changed to, tests that must see it
 MUTATIONS = [
     (
         "data_loader",
@@ -82,17 +81,6 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-def look(copy: Path, tests: str) -> str | None:
-    """Run tests on the changed code."""
-    path = f"tests/test_{tests}" if ".py" in tests else f"tests/test_{tests}.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path]
-    try:
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=120)
-    except subprocess.TimeoutExpired:
-        return "the tests hang"
-    return next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), None)
-
-
 if __name__ == "__main__":
-    chosen = [fault for fault in MUTATIONS if fault[0] in sys.argv[1:] or not sys.argv[1:]]
-    sys.exit(try_faults([(f"utils/{name}.py", *fault) for name, *fault in chosen], look))
+    chosen = [mutation for mutation in MUTATIONS if mutation[0] in sys.argv[1:] or not sys.argv[1:]]
+    sys.exit(try_mutations([(f"utils/{name}.py", *change) for name, *change in chosen], run_tests))

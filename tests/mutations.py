@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.faults import try_faults
+from tests.mutate import try_mutations
 
 MAPPINGS, HELPERS = "distributed/mappings.py", "distributed/helpers.py"
 # file, line as it stands, line as it is changed to, what that means
@@ -154,4 +154,4 @@ def look(copy: Path, _: str) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(try_faults(MUTATIONS, look))
+    sys.exit(try_mutations(MUTATIONS, look))

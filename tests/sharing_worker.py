@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distributed.parallelize import shard_tokens, share_frames
 from tests.helpers import tiny_flags
 from utils.comm import Grid
-from utils.config import load_config
+from utils.config_reader import load_config
 from utils.frame_reader import FrameReader
 from utils.launch import find_world, join
 from utils.weather_data import WeatherData

@@ -11,9 +11,9 @@ import torch
 
 import train
 import train_mp
-from tests.helpers import ROOT, losses, records, run_folder, run_here, tiny_flags
+from tests.helpers import ROOT, losses, records, resume_here, run_folder, run_here, tiny_flags
 from utils import checkpoint
-from utils.config import load_config
+from utils.config_reader import load_config
 from utils.launch import Ended
 from utils.run_folder import lock_run, open_run_folder
 from utils.training_state import host_memory
@@ -23,6 +23,14 @@ FLAGS = ("--num_iters", "6", "--checkpoint_every", "2")  # two iterations an epo
 
 def names(folder: Path) -> list[str]:
     return [path.name for path in checkpoint.find(folder / "checkpoints")]
+
+
+def test_the_scale_of_fp16_goes_on(tiny, monkeypatch):
+    """It begins far too large, and each step that overflows halves it: the resumed run begins with what it came to."""
+    monkeypatch.setattr(train, "build_scaler", lambda *_: torch.amp.GradScaler("cpu", init_scale=2.0**36))
+    argv = tiny_flags(tiny, "--num_iters=30", "--amp_mode=fp16", "--device=cpu")
+    whole, resumed = resume_here(argv, 24)
+    assert resumed == whole and None not in [step["grad_norm"] for step in records(run_folder(argv), "step")[24:]]
 
 
 @pytest.fixture
@@ -36,6 +44,8 @@ def soon_best(tiny, monkeypatch):
 
 def test_the_newest_checkpoints_are_kept_and_the_best(soon_best, tiny):
     folder = soon_best
+    shutil.rmtree(folder / "checkpoints/00000006-validated")
+    run_here(tiny_flags(tiny, *FLAGS, "--resume", "auto"))  # knows which one is the best
     assert names(folder) == ["00000006-validated", "00000004-validated", "00000002-validated"]
     told = [e["valid_loss"] for e in records(folder, "epoch")]
     info = checkpoint.read_info(folder / "checkpoints/00000006-validated")
@@ -52,6 +62,15 @@ def test_a_checkpoint_says_where_it_stands(tiny):
     assert info["config"]["num_iters"] == 6 and info["versions"]["torch"] == torch.__version__
     assert checkpoint.read_info(folder / "checkpoints/00000006-validated")["is_finished"]
     assert not list((folder / "checkpoints").glob("*.part"))
+
+
+def test_checkpoints_of_another_format_are_refused(tiny):
+    argv = tiny_flags(tiny, *FLAGS, "--keep_checkpoints=1")
+    file = run_here(argv) / "checkpoints/00000006-validated/info.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+    with pytest.raises(ValueError, match="no checkpoint of .* can be read"):
+        run_here([*argv, "--resume", "auto"])
+    assert "has format 2, and this code reads 1" in (run_folder(argv) / "out.log").read_text()
 
 
 def test_no_checkpoints_if_none_are_asked_for(tiny):
@@ -81,6 +100,8 @@ def test_a_finished_run_is_left_alone(tiny):
     with pytest.raises(Ended) as ended:
         run_here([*argv, "--resume", "auto"])
     assert ended.value.args == (0,) and (folder / "metrics.jsonl").read_text() == before
+    with pytest.raises(Ended):
+        run_here([*argv, "--resume", str(folder / "checkpoints")])
     assert f"{folder} is finished: all 6 iterations are done" in (folder / "out.log").read_text()
 
 
@@ -92,9 +113,11 @@ def test_a_run_goes_back_to_an_older_checkpoint(tiny):
     argv = tiny_flags(tiny, *FLAGS, "--keep_checkpoints", "9")
     folder = run_here(argv)
     whole = losses(folder)
+    (folder / "checkpoints/00000003.part").mkdir()  # of a process that was killed
     run_here([*argv, "--resume", str(folder / "checkpoints/00000002-validated")])
     assert losses(folder) == whole and [r["iteration"] for r in records(folder, "resume")] == [2]
-    assert not list((folder / "checkpoints").glob("*.void"))  # those of the first time
+    left = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert left == {f"0000000{i}-validated" for i in (2, 4, 6)}  # nothing of the first time
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import re
 import pytest
 import yaml
 
-from utils.config import FIELDS, Config, load_config
+from utils.config import Config
+from utils.config_reader import FIELDS, load_config
 
 # The tutorial's sections: what each sets, beside what it inherits.
 OPT = dict(data_loader_config="dali", num_data_workers=8, amp_mode="fp16", enable_jit=True, enable_fused=True)

@@ -14,7 +14,7 @@ from distributed import mappings
 from distributed.helpers import GridScaler
 from networks.attention import BACKENDS, attention, check_attention
 from tests.helpers import fields, losses, records, resume_here, run_here, tiny_flags, write_data, write_file
-from utils.config import load_config
+from utils.config_reader import load_config
 from utils.device import EXPANDABLE, allocator_settings, allow_tf32, pick_device
 from utils.launch import World, join
 from utils.profiling import peak_flops

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.helpers import losses, norms, records, run_folder, run_here, tiny_flags
-from tests.interruptions import FLAGS, At, Grid, Ranks, Send, in_dtype, undisturbed
+from tests.injections import At, Send
+from tests.interruptions import FLAGS, Grid, Ranks, in_dtype, undisturbed
 from utils import checkpoint, run
 
 

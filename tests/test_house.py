@@ -146,21 +146,21 @@ def test_what_the_readme_names_exists():
         assert (ROOT / target).exists(), f"README.md links to {target}"
     commands = re.findall(r"(?:train\.py|submit_pm\w*\.sh)( [^`\n]*(?:\\\n[^`\n]*)*)", text)
     flags = set(re.findall(r"--([a-z_0-9]+)", " ".join(commands)))
-    from utils.config import FIELDS
+    from utils.config_reader import FIELDS
 
     known = set(FIELDS) | {f"no_{name}" for name in FIELDS} | {"yaml_config", "help"}
     assert flags and flags <= known, flags - known
 
 
 def test_the_readme_explains_every_flag():
-    from utils.config import FIELDS
+    from utils.config_reader import FIELDS
 
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/configuration.md").read_text()
     assert not [name for name in FIELDS if not re.search(rf"(`|--){name}\b", text)]
 
 
 def test_every_section_that_is_named_exists():
-    from utils.config import load_config
+    from utils.config_reader import load_config
 
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.sh"), ROOT / "train.py", ROOT / "Makefile"]
     named = {name for page in pages for name in re.findall(r"--config[= ]([a-z]\w*)", page.read_text())}

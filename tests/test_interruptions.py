@@ -10,24 +10,8 @@ import pytest
 import torch
 
 from tests.helpers import run_folder, tiny_flags, write_data
-from tests.interruptions import (
-    FAULTS,
-    FLAGS,
-    GRIDS,
-    KILL,
-    At,
-    Fault,
-    Grid,
-    InSave,
-    InValidation,
-    Ranks,
-    Send,
-    check_equal,
-    disturbed,
-    moved,
-    undisturbed,
-    worst_error,
-)
+from tests.injections import FAULTS, KILL, At, Fault, InSave, InValidation, Send
+from tests.interruptions import FLAGS, GRIDS, Grid, Ranks, check_equal, disturbed, moved, undisturbed, worst_error
 from utils import checkpoint
 from utils.report import Report
 
@@ -91,7 +75,8 @@ def die_validated() -> None:
 def test_a_validation_that_is_done_twice_is_on_the_board_once(whole):
     folder, runs = whole
     argv, log = tiny_flags(folder, *FLAGS, "--run_num", "twice", "--resume=auto"), folder / "log"
-    for code, *fault in ((75, InValidation(Send(signal.SIGTERM))), (-9, die_validated), (0,)):
+    stop = InValidation(Send(signal.SIGTERM))  # twice at the same place: the same checkpoint
+    for code, *fault in ((75, stop), (75, stop), (-9, die_validated), (0,)):
         assert Ranks(Grid(1), argv, log, tuple(fault)).wait() == [code], log.read_text()
     check_equal(run_folder(argv), runs["1 process"])
 

@@ -24,7 +24,8 @@ from tests.helpers import (
     write_data,
     write_file,
 )
-from utils.config import Config, load_config
+from utils.config import Config
+from utils.config_reader import load_config
 from utils.launch import World, join
 
 

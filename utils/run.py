@@ -20,7 +20,8 @@ from utils.checkpoint import Unreadable
 from utils.checkpointer import Checkpointer
 from utils.config import Config, interval, seconds
 from utils.data_loader import Batch
-from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_agree, first_message, share_error
+from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_agree, share_error
+from utils.nonfinite import NonfiniteGuard
 from utils.profiling import MemoryWatch, peak_memory_gb, profiler_window
 from utils.records import StepRecords
 from utils.report import Report
@@ -28,8 +29,6 @@ from utils.run_folder import RunFolder, open_run_folder
 from utils.stop import StopRequests
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
-
-SKIPS_ALLOWED = 30  # in a row: fp16's scale, at first 2^16, is used up by then
 
 
 class Run:
@@ -56,7 +55,7 @@ class Run:
         self.epochs = 0  # epochs done, validation included
         self.steps = StepRecords(world.size)
         self.epoch_losses: list[float] = []
-        self.skipped = 0  # steps in a row
+        self.guard = NonfiniteGuard(config, data, self.log)
         self.best: dict[str, Any] = {"loss": None, "name": None}  # of validation, and its checkpoint's name
         self.is_first_epoch = True  # of this process
         self.report: Report | None = None  # on rank 0
@@ -133,7 +132,7 @@ class Run:
                 self.log("Checkpoint left out: %s", error)
                 continue
             self.iteration, self.epochs, self.best = info["iteration"], info["epochs"], info["best"]
-            self.epoch_losses, self.skipped = info["epoch_losses"], info["skipped"]
+            self.epoch_losses, self.guard.skipped = info["epoch_losses"], info["skipped"]
             if info["config"]["amp_mode"] == self.config.amp_mode and info["scaler"]:
                 self.state.scaler.load_state_dict(info["scaler"])
             self.log("Resumed after %d iterations from %s", self.iteration, path)
@@ -248,7 +247,7 @@ class Run:
             "is_finished": self.should_stop,
             "best": self.best,
             "epoch_losses": list(self.epoch_losses),  # it grows while this is written
-            "skipped": self.skipped,
+            "skipped": self.guard.skipped,
             "scaler": self.state.scaler.state_dict(),
             "layout": self._layout(),
             "train_samples": len(self.data.train_pairs),
@@ -268,49 +267,16 @@ class Run:
     def _write_steps(self, steps: list[dict[str, Any]]) -> None:
         """Write the records of iterations. Raises Refused, on all ranks, where training broke down."""
         for step in steps:
-            loss, norm = step["loss"], step["grad_norm"]
             if self.report:
                 self.report.step(step)
-            if math.isfinite(loss):
-                self.epoch_losses.append(loss)
-            if math.isfinite(loss) and math.isfinite(norm):
-                self.skipped = 0
-            else:
-                self._handle_nonfinite(step["iteration"], loss, norm)
-
-    def _handle_nonfinite(self, iteration: int, loss: float, norm: float) -> None:
-        """Go on where the step was skipped; else end the run on every rank, naming the value or the likely cause."""
-        self.skipped += 1
-        what = f"iteration {iteration} has loss {loss} and gradient norm {norm}"
-        # In fp16 a gradient that overflows is usual: the scale, at first 2^16, is then halved.
-        overflow = self.config.amp_mode == "fp16" and math.isfinite(loss)
-        was_skipped = not math.isfinite(norm) and (overflow or self.config.on_nonfinite == "skip")
-        if overflow and self.skipped <= SKIPS_ALLOWED:
-            return
-        epoch, step = divmod(iteration - 1, len(self.data.train_loader))
-        found = first_message(self.data.train_loader.find_nonfinite(epoch, step))
-        if was_skipped and self.skipped <= SKIPS_ALLOWED:
-            self.log("Step skipped: %s; %s", what, found or "its data are finite")
-            return
-        if self.skipped > 1:
-            what = f"{self.skipped} steps in a row were skipped, and {what}"
-        if found:
-            raise Refused(f"{what}: {found}; mend or remove the file, or use --on_nonfinite skip")
-        raise Refused(
-            f"{what}, and its data are finite: training diverged; lower --lr, set --clip_grad_norm, or use "
-            f"--amp_mode bf16 in place of fp16"
-        )
+            if math.isfinite(step["loss"]):
+                self.epoch_losses.append(step["loss"])
+            self.guard.check_step(step["iteration"], step["loss"], step["grad_norm"])
 
     def after_epoch(self, scores: dict[str, Any], example: tuple[Tensor, Tensor, Tensor]) -> None:
         """Record a validation: its scores, its time, and the picture of `example` (input, target, forecast)."""
         duration = time.perf_counter() - self.epoch_end
-        if not math.isfinite(scores["loss"]):
-            loader = self.data.valid_loader
-            found = next(filter(None, (loader.find_nonfinite(0, step) for step in range(len(loader)))), None)
-            share_error(found and f"validation: {found}; mend or remove the file")
-            share_error(
-                f"the validation loss is {scores['loss']}, and the data are finite: training diverged; lower --lr"
-            )
+        self.guard.check_validation(scores["loss"])
         if self.report:
             self.summary["peak_memory_gb"] = peak_memory_gb(self.device)
             self.report.validation(self.summary, scores, example, duration)

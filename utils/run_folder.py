@@ -74,7 +74,9 @@ def make_run_folder(config: Config, name: str) -> Path:
         (path / "logs").mkdir(parents=True)
         config.save(path / "config.yaml")
     except OSError as error:
-        raise ValueError(f"cannot write the run folder {path} ({error.strerror}): choose another --expdir") from None
+        raise ValueError(
+            f"cannot write the run folder {path} ({error.strerror}): choose another --expdir, or --run_num"
+        ) from None
     return path
 
 
@@ -135,7 +137,7 @@ def _find_at(config: Config) -> RunFolder:
         if not (_job() and "SLURM_RESTART_COUNT" in os.environ and _job() in _holder(run.path)):
             run.checkpoints = [(found, info) for found, info in run.checkpoints if found.name == path.name]
     else:
-        run = _read_run(path)
+        run = _read_run(path.parent if path.name == "checkpoints" else path)
     if not run.checkpoints:
         raise ValueError(
             f"cannot resume from {path}, which {'holds no checkpoint' if path.exists() else 'is not there'}: "

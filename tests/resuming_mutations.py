@@ -1,0 +1,75 @@
+"""Do the tests of checkpoints and guards see a wrong line? Change one at a time, and run the tests that guard it.
+
+    python tests/resuming_mutations.py [checkpoint stop ...]       all, or those in some files of utils/
+
+`make mutations` runs it, too: about 10 minutes on 2 cores. A change that no test sees ends the run with code 1.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.mutate import run_tests, try_mutations
+
+FOUR, FULL = "interruptions -k 'dp and 4'", "interruptions -k full"
+KILLED = "interruptions -k 'KILL and all'"
+VALIDATION = "interruptions -k 'in and validation'"
+# file, the line as it stands, the line as it is changed to, tests that must see it
+MUTATIONS = [
+    ("checkpoint", "        if found != size:\n", "        if False:\n", "interruptions -k truncated"),
+    ("checkpoint", 'if info["format"] != FORMAT:', "if False:", "checkpoint -k format"),
+    ("checkpoint", "        raise OSError(error)\n", "        return\n", FULL),
+    ("checkpoint", "x.flatten(0, 1) if QKV in name else x", "x", "checkpoint -k weights_leave"),
+    ("checkpoint", "reverse=True)", "reverse=False)", "checkpoint -k newest"),
+    ("checkpoint", "        remove([void])\n        folder.rename(void)\n", "        pass\n", "checkpoint -k older"),
+    ("checkpointer", "        if path == self.newest:", "        if False:", "interruptions -k twice"),
+    ("checkpointer", 'checkpoint.remove(folder.glob("*.part"))', "pass", "checkpoint -k older"),
+    ("checkpointer", "[self.keep :]", "[self.keep + 1 :]", "checkpoint -k newest"),
+    ("checkpointer", 'if folder.name != info["best"]["name"])', ")", "checkpoint -k newest"),
+    ("checkpointer", 'checkpoint.remove(self.folder.glob("*.void"))', "pass", "interruptions -k truncated"),
+    ("checkpointer", "        self._join()\n\n    def _tell", "\n    def _tell", "interruptions -k lost"),
+    ("checkpointer", "        self.state.copy_to_host()\n", "", "interruptions -k 'SIGTERM and process'"),
+    ("checkpointer", "        self.failed = error is not None\n", "", "interruptions -k unwritable"),
+    ("training_state", 'torch.set_rng_state(self.host[f"random.cpu.{rank}"])', "pass", "interruptions -k 'dp and 2'"),
+    ("training_state", 'generator.set_state(self.host["random.drop_path"])', "pass", "interruptions -k 'tp and 2'"),
+    ("training_state", " + (checkpoint.QKV in name)", "", "interruptions -k back"),
+    ("training_state", "Shard(dim)", "Shard(0)", "interruptions -k back"),
+    ("training_state", "            x.copy_(self.host[name])\n", "            pass\n", "checkpoint -k older"),
+    ("stop", "and self.reason == \"SIGINT\":", "and False:", "guards -k ctrl"),
+    ("stop", "            self.saved = now\n", "            pass\n", "stop"),
+    ("stop", "and now > self.deadline:", "and False:", "stop"),
+    ("stop", "signal.SIGTERM, signal.SIGUSR1, signal.SIGINT", "signal.SIGTERM, signal.SIGINT", "interruptions -k USR1"),
+    ("stop", "op=dist.ReduceOp.MAX, group", "op=dist.ReduceOp.MIN, group", "interruptions -k USR1"),
+    ("run_folder", "        check_same_training(found", "        str(found", "checkpoint -k decides"),
+    ("run_folder", "own or [path", "[path", "checkpoint -k own_run"),
+    ("run_folder", "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "checkpoint -k in_use"),
+    ("run_folder", 'file = path / "owner"\n', 'file = path / "lock"\n', "checkpoint -k holds_its"),
+    ("records", 'if event["iteration"] <= iteration and', "if", FULL),
+    ("records", 'event["event"] != "epoch" or event["epoch"] <= epochs', "True", "interruptions -k twice"),
+    ("report", "purge_step=iteration + (not is_redone)", "purge_step=iteration + 1", "interruptions -k twice"),
+    ("report", "            self._plot_step(next", "            str(next", "interruptions -k twice"),
+    ("report", "            self.board.flush()\n        self._write_lines()", "            pass", KILLED),
+    ("run", "self.iteration % self.save_iterations == 0", "False", KILLED),
+    ("run", "        self._write_steps(self.steps.flush())\n        config", "        config", KILLED),
+    ("run", "list(self.epoch_losses),", "[],", "checkpoint -k stands"),
+    ("run", 'info["epochs"], info["best"]', 'info["epochs"], self.best', "checkpoint -k newest"),
+    ("run", 'info["epoch_losses"], info["skipped"]', '[], info["skipped"]', KILLED),
+    ("run", 'if info["train_samples"] != len(self.data.train_pairs):', "if False:", "checkpoint -k other_data"),
+    ("run", 'self.state.scaler.load_state_dict(info["scaler"])', "pass", "checkpoint -k scale"),
+    ("run", "            if self.checkpointer is not None:\n                self._stop_if_asked()", "", VALIDATION),
+    ("run", "            raise Ended(NOT_SAVED)", "            pass", "interruptions -k unwritable"),
+    ("run", "checkpoint.set_aside(path for", "list(path for", "checkpoint -k older"),
+    ("nonfinite", "if was_skipped and self.skipped <= SKIPS_ALLOWED:", "if was_skipped:", "guards -k nothing_else"),
+    ("nonfinite", "            self.skipped = 0\n", "", "guards -k is_skipped"),
+    ("run", 'if math.isfinite(step["loss"]):', "if True:", "guards -k is_skipped"),
+    ("setup", "dist.distributed_c10d._set_pg_timeout(timeout)", "pass", "guards -k waits"),
+    ("setup", "    torch.stack([p.sum() for p in model.parameters()]).sum().backward()\n", "", FOUR),
+    ("watch", "dist.recv(torch.zeros(1), src=self.before, group=self.group)", "pass", "guards -k dies"),
+    ("launch", "        code = 2\n    except ReadError", "        code = 1\n    except ReadError", "errors"),
+]  # fmt: skip
+
+
+if __name__ == "__main__":
+    chosen = [mutation for mutation in MUTATIONS if mutation[0] in sys.argv[1:] or not sys.argv[1:]]
+    sys.exit(try_mutations([(f"utils/{name}.py", *change) for name, *change in chosen], run_tests))

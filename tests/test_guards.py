@@ -5,6 +5,7 @@ import math
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from tests.helpers import losses, norms, records, run_folder, run_here, tiny_flags
 from tests.injections import At, Send
 from tests.interruptions import FLAGS, Grid, Ranks, in_dtype, undisturbed
-from utils import checkpoint, run
+from utils import checkpoint, nonfinite, run
+from utils.config_reader import load_config
+from utils.nonfinite import NonfiniteGuard
 
 
 def spoil(folder, sample: int) -> None:
@@ -85,6 +88,22 @@ def test_skipping_ends_where_nothing_else_happens(tiny):
     flags = ["--num_iters=50", "--on_nonfinite=skip", "--limit_nsamples=12", "--global_batch_size=1"]
     with pytest.raises(ValueError, match=r"31 steps in a row were skipped, and .* 31 .*2001.h5.* mend or remove"):
         run_here(tiny_flags(tiny, *flags))
+
+
+def test_skips_add_up_only_in_a_row(monkeypatch):
+    class Loader(list):
+        def find_nonfinite(self, epoch, step):
+            return None
+
+    monkeypatch.setattr(nonfinite, "first_message", lambda message: message)
+    config, lines = load_config(["--config=demo", "--on_nonfinite=skip"])[0], []
+    guard = NonfiniteGuard(config, SimpleNamespace(train_loader=Loader("a")), lambda *line: lines.append(line))
+    for i in range(1, 100):
+        guard.check_step(i, 1.0, math.nan if i % 31 else 1.0)
+    assert len(lines) == 96
+    with pytest.raises(ValueError, match="31 steps in a row were skipped, and iteration .* diverged"):
+        for i in range(100, 200):
+            guard.check_step(i, 1.0, math.nan)
 
 
 def hang(_) -> None:

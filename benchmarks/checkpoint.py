@@ -2,9 +2,8 @@
 
     python benchmarks/checkpoint.py --json benchmarks/results/checkpoint.json
 
-What should come out: a save takes little longer than writing the same bytes to the same disk, for it is that and a
-little bookkeeping; while a model trains on the same cores it takes longer. The loop waits for one copy of the bytes in
-memory, and not for the disk.
+What should come out: a save takes at most twice as long as writing the same bytes to the same disk; while a model
+trains on the same cores it takes longer. The loop waits for one copy of the bytes in memory, and not for the disk.
 
 The model trains while it is saved, as in a run: steps of 8 tokens, so that the steps are short beside the save. On a
 GPU the copy is on its stream, and the stall is the time there, from the end of a step to the beginning of the next one.

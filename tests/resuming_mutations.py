@@ -28,7 +28,7 @@ MUTATIONS = [
     ("checkpointer", "[self.keep :]", "[self.keep + 1 :]", "checkpoint -k newest"),
     ("checkpointer", 'if folder.name != info["best"]["name"])', ")", "checkpoint -k newest"),
     ("checkpointer", 'checkpoint.remove(self.folder.glob("*.void"))', "pass", "interruptions -k truncated"),
-    ("checkpointer", "        self._join()\n\n    def _tell", "\n    def _tell", "interruptions -k lost"),
+    ("checkpointer", "        self._new_group()\n\n    def _tell", "\n    def _tell", "interruptions -k lost"),
     ("checkpointer", "        self.state.copy_to_host()\n", "", "interruptions -k 'SIGTERM and process'"),
     ("checkpointer", "        self.failed = error is not None\n", "", "interruptions -k unwritable"),
     ("training_state", 'torch.set_rng_state(self.host[f"random.cpu.{rank}"])', "pass", "interruptions -k 'dp and 2'"),
@@ -64,7 +64,7 @@ MUTATIONS = [
     ("run", 'if math.isfinite(step["loss"]):', "if True:", "guards -k is_skipped"),
     ("setup", "dist.distributed_c10d._set_pg_timeout(timeout)", "pass", "guards -k waits"),
     ("setup", "    torch.stack([p.sum() for p in model.parameters()]).sum().backward()\n", "", FOUR),
-    ("watch", "dist.recv(torch.zeros(1), src=self.before, group=self.group)", "pass", "guards -k dies"),
+    ("watch", "dist.recv(torch.zeros(1), src=self.before, group=self.group)", "pass", "guards -k waits"),
     ("launch", "        code = 2\n    except ReadError", "        code = 1\n    except ReadError", "errors"),
 ]  # fmt: skip
 

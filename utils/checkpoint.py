@@ -1,7 +1,7 @@
 """Checkpoints: all that a run needs to go on, on any number of ranks; complete, or not there at all.
 
     checkpoints/00000128/               after 128 iterations
-    checkpoints/00000250-validated/     after 250, at the end of an epoch, and its validation
+    checkpoints/00000250-validated/     after 250, and a validation
         *.distcp  .metadata             tensors (utils/training_state.py), by torch.distributed.checkpoint
         info.json                       all that is no tensor, and the sizes of these files
 
@@ -256,8 +256,11 @@ def _choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m utils.checkpoint", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("inspect", "export"):
-        sub = commands.add_parser(command, help=globals()[command].__doc__.split("\n")[0])
+    for command, help in (
+        ("inspect", "show the checkpoints of a run, or what one holds"),
+        ("export", "write the weights of a checkpoint, of a run the newest or the best, to one file"),
+    ):
+        sub = commands.add_parser(command, help=help)
         sub.add_argument("source", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     sub.add_argument("out", type=Path, metavar="FILE", help="file to write, such as weights.pt")
     sub.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")

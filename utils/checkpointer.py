@@ -43,18 +43,18 @@ class Checkpointer:
         self.thread: threading.Thread | None = None
         self.newest = resumed  # complete
         self.failed = False  # the last one
-        self._join()
+        self._new_group()
         with all_ranks_agree():
             if self.is_main:
                 folder.mkdir(exist_ok=True)
                 checkpoint.remove(folder.glob("*.part"))  # of a process that was killed
 
-    def _join(self) -> None:
+    def _new_group(self) -> None:
         """Create the group of the threads that write: training's groups are in use meanwhile."""
         self.group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def save(self, info: dict[str, Any]) -> None:
-        """Begin to write a checkpoint; waits for the one before, and for the copy to the host.
+        """Begin to write a checkpoint; waits for the one before, and on a CPU for the copy.
 
         Args:
             info: `iteration`, `is_validated`, `best` (name of the best one) and all else that is no tensor.
@@ -84,7 +84,7 @@ class Checkpointer:
             self._tell(error)
         # A rank that was away for longer than the others wait has closed the connections of the group for good.
         dist.destroy_process_group(self.group)
-        self._join()
+        self._new_group()
 
     def _tell(self, error: str) -> None:
         if self.is_main:
@@ -100,7 +100,9 @@ class Checkpointer:
             return
         if self.is_main:
             seconds = time.perf_counter() - start
-            logging.info("Checkpoint %s: written in %.2f sec, of which the loop waited %.3f", path, seconds, stall)
+            logging.info(
+                "Checkpoint %s: written in %.2f sec; the loop waited %.3f sec for the copy", path, seconds, stall
+            )
             old = checkpoint.find(self.folder)[self.keep :]
             checkpoint.remove(folder for folder in old if folder.name != info["best"]["name"])
             checkpoint.remove(self.folder.glob("*.void"))

@@ -146,8 +146,9 @@ def all_ranks_agree() -> Iterator[None]:
 def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
     """Join the other ranks, run `main(world, argv)`, and leave together.
 
-    The exit code is 0 at the end, 75 for a run that saved its state and can go on, and 2 for what a user can mend,
-    told in one line by rank 0. What nobody foresaw ends this rank with 1, and by that the others.
+    The exit code is 0 at the end, 75 for a run that saved its state and can go on, 74 where the last checkpoint could
+    not be written, and 2 for what a user can mend, told in one line by rank 0. What nobody foresaw ends this rank with
+    1, and by that the others.
     """
     world, watch = World(), None
     try:

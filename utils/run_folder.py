@@ -1,6 +1,6 @@
 """The folder of a run: made anew, or found again with what a run left in it.
 
-<expdir>/<config>/<N>GPU/<run_num>/    out.log  config.yaml  metrics.jsonl  logs/  pictures/  checkpoints/  lock  owner
+<expdir>/<config>/<N>{GPU,MP}/<run_num>/  out.log  config.yaml  metrics.jsonl  logs/  pictures/  checkpoints/ lock owner
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from utils import checkpoint
 from utils.checkpoint import Unreadable
 from utils.config import Config
 
-# What a resumed run may not change: all that decides which numbers training gives. (Rounding may differ.)
+# What a resumed run may not change. (Of the data, their number is compared: see Run.)
 TRAINING_KEYS = (
     *("seed", "embed_dim", "depth", "num_heads", "patch_size", "dropout", "drop_path", "residual"),
     *("img_size", "dt", "n_in_channels", "n_out_channels", "in_channels", "out_channels", "limit_nsamples"),

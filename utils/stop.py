@@ -1,4 +1,4 @@
-"""Why a run stops before its end: a signal, or the clock. All ranks stop after the same iteration."""
+"""When a run stops before its end, and when it saves: signals and the clock. All ranks do after the same iteration."""
 
 import signal
 import time

@@ -22,7 +22,7 @@ from utils.launch import first_message
 
 
 class TrainingState:
-    """The weights, the optimiser, the scaler and the random numbers of a run, on this rank.
+    """The weights, the optimiser and the random numbers of a run, on this rank; the scaler goes along (utils/run.py).
 
     Args:
         model: the model on this rank, before DDP wraps it.

@@ -1,4 +1,4 @@
-"""What ends a run on every rank where one of them dies or hangs, on any launcher."""
+"""What ends a run on every rank where one of them dies, on any launcher."""
 
 import os
 import sys

@@ -118,9 +118,6 @@ if [ "$ENABLE_PROFILING" = 1 ]; then
 fi
 exec "$@"'
 
-# When Slurm starts a job for the second time, it goes on where it was.
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || flags+=(--resume auto)
-
 # One rank that fails must end the job: the ranks see to that themselves, and srun 20 s after the first one left.
 # (Not --kill-on-bad-exit: it would kill ranks that are about to leave with 75, too. A profiler writes for minutes.)
 # --export=ALL: after sbatch --export=NONE the tasks would otherwise miss what the site file set.
@@ -132,6 +129,7 @@ code=0
 "${launch[@]}" bash -c "$task" bash "${command[@]}" || code=$?
 
 if [ "$code" = 75 ]; then # saved, and not done
+    # In its next life it finds its own run (utils/run_folder.py).
     if scontrol requeue "$SLURM_JOB_ID"; then
         echo "submit_pm.sh: job $SLURM_JOB_ID is in the queue again, and will go on from its newest checkpoint"
         sleep 60 # Slurm ends this script

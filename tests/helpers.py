@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -99,8 +100,10 @@ tiny: &tiny
 def tiny_flags(folder: Path, *flags: str) -> list[str]:
     """Return the command line of a small model on the data in `folder`, with its runs beside the data."""
     config = folder / "tiny.yaml"
-    if not config.exists():
-        config.write_text(TINY)
+    if not config.exists():  # for all ranks at once
+        part = folder / f"tiny.{os.getpid()}"
+        part.write_text(TINY)
+        part.rename(config)
     here = [
         "--yaml_config",
         str(config),
@@ -118,12 +121,16 @@ def run_here(argv: list[str], main=None, name: str = "1GPU") -> Path:
     """Run a chapter's main, by default train.py's, in this process, a group of one; return the run's folder."""
     import train
     from utils.launch import World, join
+    from utils.stop import SIGNALS
 
     join(World())
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         (main or train.main)(World(), argv)
     finally:
         dist.destroy_process_group()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return run_folder(argv, name)
 
 

@@ -149,7 +149,8 @@ def test_a_path_without_a_checkpoint_is_refused(tiny):
             run_here(tiny_flags(tiny, "--resume", str(path)))
 
 
-def test_a_job_goes_on_with_its_own_run(tiny, monkeypatch):
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
+def test_a_job_goes_on_with_its_own_run(tiny, monkeypatch, resume):
     """Although another job has taken its name, and finished, on the same grid and on another."""
     argv = tiny_flags(tiny, *FLAGS)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
@@ -158,10 +159,52 @@ def test_a_job_goes_on_with_its_own_run(tiny, monkeypatch):
     whole = losses(own)
     monkeypatch.setenv("SLURM_JOB_ID", "13")
     run_here(argv)  # renames it aside
-    monkeypatch.setenv("SLURM_JOB_ID", "12")
-    run_here([*argv, "--resume", "auto"])
     own = own.with_name("00.1")
+    with pytest.raises(Ended):  # the one of that name
+        run_here([*argv, "--resume", "auto"])
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run_here([*argv, *resume])
     assert losses(own) == whole and [r["iteration"] for r in records(own, "resume")] == [4]
+    with pytest.raises(Ended):  # whatever it said at first, and even if that is gone
+        run_here([*argv, "--resume", str(own / "checkpoints/00000001")])
+
+
+def test_a_job_that_was_started_again_before_it_had_a_run_begins_one(tiny, monkeypatch):
+    argv = tiny_flags(tiny, *FLAGS)
+    other = run_here(argv)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    run_here(argv)
+    assert (other.with_name("00.1") / "metrics.jsonl").exists() and not records(other, "resume")
+
+
+def test_a_job_that_is_refused_does_not_take_a_run_from_its_owner(tiny, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    folder = run_here(tiny_flags(tiny, *FLAGS))
+    monkeypatch.setenv("SLURM_JOB_ID", "13")
+    with pytest.raises(ValueError, match="was trained with lr"):
+        run_here(tiny_flags(tiny, *FLAGS, "--lr=1", "--resume=auto"))
+    assert (folder / "owner").read_text().startswith("job 12, process ")
+
+
+def test_the_best_that_was_not_written_is_not_the_best(tiny, monkeypatch):
+    """The second validation is better than the first, and its checkpoint is lost; the others are bad."""
+    monkeypatch.setattr(train, "learning_rate", lambda i, config: 1e-3 if i < 4 else 3.0)
+    original, calls = checkpoint.dcp.save, []
+
+    def save(*args, **options):
+        calls.append(None)
+        if len(calls) == 2:
+            raise OSError("no room")
+        original(*args, **options)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", save)
+    folder = run_here(tiny_flags(tiny, "--num_iters=8", "--checkpoint_every=2", "--keep_checkpoints=1"))
+    told = [e["valid_loss"] for e in records(folder, "epoch")]
+    assert told[1] == min(told) and names(folder) == ["00000008-validated", "00000002-validated"]
+    best = checkpoint.read_info(folder / "checkpoints/00000008-validated")["best"]
+    assert best == {"loss": told[0], "name": "00000002-validated"}
 
 
 @pytest.mark.parametrize("before, after", [([], ["--on_nonfinite", "skip"]), (["--on_nonfinite", "skip"], [])])
@@ -195,9 +238,9 @@ def test_without_a_readable_checkpoint_nothing_begins(tiny, damage):
 def test_a_folder_in_use_is_refused(tiny):
     """Two jobs that go on with one run would write over each other's checkpoints."""
     folder = run_here(tiny_flags(tiny, *FLAGS))
-    hold = "import sys; from pathlib import Path; from utils.run_folder import lock_run\n"
-    hold += "f = lock_run(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", hold, str(folder)]
+    hold = "import sys; from utils.config_reader import load_config; from utils.run_folder import open_run_folder\n"
+    hold += "f = open_run_folder(load_config(sys.argv[1:])[0], ''); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", hold, *tiny_flags(tiny, *FLAGS, "--resume=auto")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         for more in (["--resume", "auto"], []):

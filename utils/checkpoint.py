@@ -54,7 +54,7 @@ def save(
     error = None
     try:
         if is_main:
-            remove([part])
+            remove(folder.parent.glob("*.part"))  # of a process that was killed, of ranks that lost each other
         _share(None, group)
         # Copying ahead is for tensors on a GPU: it would wait for the GPU now and then.
         writer = dcp.FileSystemWriter(part, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
@@ -78,12 +78,12 @@ def _complete(part: Path, folder: Path, info: dict[str, Any]) -> None:
         json.dump({"format": FORMAT, **info, "files": sizes}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync(part)
+    sync_folder(part)
     part.rename(folder)
-    _sync(folder.parent)
+    sync_folder(folder.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the disk know the names in a folder."""
     fd = os.open(folder, os.O_RDONLY)
     try:

@@ -42,12 +42,11 @@ class Checkpointer:
         self.is_main = dist.get_rank() == 0
         self.thread: threading.Thread | None = None
         self.newest = resumed  # complete
-        self.failed = False  # the last one
+        self.failed: str | None = None  # the name of the last one, where it could not be written
         self._new_group()
         with all_ranks_agree():
             if self.is_main:
                 folder.mkdir(exist_ok=True)
-                checkpoint.remove(folder.glob("*.part"))  # of a process that was killed
 
     def _new_group(self) -> None:
         """Create the group of the threads that write: training's groups are in use meanwhile."""
@@ -76,8 +75,8 @@ class Checkpointer:
         self.thread.join()
         self.thread = None
         error = first_message(self.error)
-        self.failed = error is not None
-        if not self.failed:
+        self.failed = self.path.name if error else None
+        if not error:
             self.newest = self.path
             return
         if not self.error:  # only other ranks know

@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from utils.checkpoint import sync_folder
 
 KEPT_ON_DEVICE = 10  # iterations whose values travel together
 
@@ -99,6 +102,10 @@ def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str,
         else:
             void.append(event)
     new = path.with_suffix(".part")
-    new.write_text("".join(lines))
+    with new.open("w") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
     new.rename(path)
+    sync_folder(path.parent)
     return kept, void

@@ -77,6 +77,7 @@ class Report:
         """Close the files; out.log gets the error that ends the run."""
         if self.records is not None:
             self.records.close()
+        if self.board is not None:
             with self._if_there_is_room():
                 self.board.close()
         terminal, file = self.handlers

@@ -57,6 +57,7 @@ class Run:
         self.epoch_losses: list[float] = []
         self.guard = NonfiniteGuard(config, data, self.log)
         self.best: dict[str, Any] = {"loss": None, "name": None}  # of validation, and its checkpoint's name
+        self.best_before = self.best
         self.is_first_epoch = True  # of this process
         self.report: Report | None = None  # on rank 0
         self.checkpointer: Checkpointer | None = None
@@ -239,6 +240,7 @@ class Run:
         """Begin a checkpoint, after all losses up to here are known to be finite."""
         self._write_steps(self.steps.flush())
         config = self.config
+        self._forget_lost_best()
         info = {
             "iteration": self.iteration,
             "epochs": self.epochs,
@@ -256,6 +258,12 @@ class Run:
         }
         self.checkpointer.save(info)
         self.is_due = False
+
+    def _forget_lost_best(self) -> None:
+        """Where the best checkpoint could not be written, the one before is the best: it is still there."""
+        self.checkpointer.wait()
+        if self.checkpointer.failed and self.checkpointer.failed == self.best["name"]:
+            self.best = self.best_before
 
     def _wait_for_save(self) -> None:
         """Wait for the last checkpoint of a run. Raises Ended where it could not be written."""
@@ -282,11 +290,16 @@ class Run:
             self.report.validation(self.summary, scores, example, duration)
         self.epoch_losses = []
         self.epochs += 1
+        if self.checkpointer is not None:
+            self._forget_lost_best()
         told = [scores["loss"]]
         dist.broadcast_object_list(told)  # its last digit may differ from rank to rank, and all must save alike
         is_best = self.best["loss"] is None or told[0] < self.best["loss"]
         if is_best:
-            self.best = {"loss": told[0], "name": checkpoint.name(self.iteration, is_validated=True)}
+            self.best_before, self.best = (
+                self.best,
+                {"loss": told[0], "name": checkpoint.name(self.iteration, is_validated=True)},
+            )
         if self.checkpointer is not None:
             if is_best or self.is_due or self.should_stop:
                 self._save()

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,26 +39,27 @@ class RunFolder:
 
 
 def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
-    """Return the folder of a run, as `resume` asks, a new one or the one to go on in, and its lock.
+    """Return the folder of a run, a new one or the one to go on in, and its lock.
 
     Raises ValueError where it cannot be written or another run is at work in it, where there is nothing to resume, and
     where a key that decides training has changed.
     """
     if config.run_num in ("", ".", "..") or "/" in config.run_num:
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
-    find = {"none": lambda: None, "auto": lambda: _find_newest(config)}.get(config.resume, lambda: _find_at(config))
-    found = find()
+    found = _find(config)
     if found is None:
-        path = make_run_folder(config, name)
-        return RunFolder(path), lock_run(path)
-    lock = lock_run(found.path)
-    seen, found = found.path, find()  # once more: until now another process may have been at work here
-    if found is None or found.path != seen:
-        raise ValueError(f"{seen} changed while it was opened: start again")
-    if found.newest:
-        check_same_training(found.path, found.newest["config"], config)
+        found = RunFolder(make_run_folder(config, name))
+        lock = lock_run(found.path)
+    else:
+        lock, seen = lock_run(found.path), found.path
+        found = _find(config)  # once more: until now another process may have been at work here
+        if found is None or found.path != seen:
+            raise ValueError(f"{seen} changed while it was opened: start again")
+        if found.newest:
+            check_same_training(found.path, found.newest["config"], config)
     try:
         config.save(found.path / "config.yaml")
+        (found.path / "owner").write_text(f"{_job()}process {os.getpid()} on {socket.gethostname()}\n")
     except OSError as error:
         raise ValueError(f"cannot write to {found.path} ({error.strerror}): a run goes on in its own folder") from None
     return found, lock
@@ -68,11 +70,10 @@ def make_run_folder(config: Config, name: str) -> Path:
     path = Path(config.expdir) / config.config / name / config.run_num
     try:
         if path.exists():
-            lock_run(path, sign=False).close()
+            lock_run(path).close()
             aside = next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists())
             path.rename(aside)
         (path / "logs").mkdir(parents=True)
-        config.save(path / "config.yaml")
     except OSError as error:
         raise ValueError(
             f"cannot write the run folder {path} ({error.strerror}): choose another --expdir, or --run_num"
@@ -80,8 +81,8 @@ def make_run_folder(config: Config, name: str) -> Path:
     return path
 
 
-def lock_run(path: Path, sign: bool = True) -> TextIO:
-    """Take the folder for this process, until it ends or closes the file that is returned, and write who has it.
+def lock_run(path: Path) -> TextIO:
+    """Take the folder for this process, until it ends or closes the file that is returned.
 
     Raises ValueError where another process has it. A file system without locks locks nothing.
     """
@@ -94,8 +95,6 @@ def lock_run(path: Path, sign: bool = True) -> TextIO:
         ) from None
     except OSError:
         pass
-    if sign:
-        (path / "owner").write_text(f"{_job()}process {os.getpid()} on {socket.gethostname()}\n")
     return file
 
 
@@ -113,37 +112,56 @@ def _job() -> str:
     return f"job {os.environ['SLURM_JOB_ID']}, " if "SLURM_JOB_ID" in os.environ else ""
 
 
-def _find_newest(config: Config) -> RunFolder | None:
-    """Return the run with the newest checkpoint, of those with this name on any number of ranks.
+def _find(config: Config) -> RunFolder | None:
+    """Return the run to go on with, as `resume` says; None for a new one."""
+    if own := _find_own(config):
+        return own
+    if config.resume == "none":
+        return None
+    return _find_newest(config) if config.resume == "auto" else _find_at(Path(config.resume))
 
-    A Slurm job that was started again goes on with its own, even if another job has renamed it aside meanwhile.
+
+def _find_own(config: Config) -> RunFolder | None:
+    """Return the run that this Slurm job began in an earlier life, with all its checkpoints.
+
+    It goes on with it whatever `resume` says, and even if another job has renamed it aside meanwhile.
     """
-    folders = list(Path(config.expdir, config.config).glob("*/*"))
+    if not (_job() and "SLURM_RESTART_COUNT" in os.environ):
+        return None
     aside = re.compile(re.escape(config.run_num) + r"(\.\d+)?")
-    own = [path for path in folders if aside.fullmatch(path.name) and _job() and _job() in _holder(path)]
-    runs = [_read_run(path) for path in own or [path for path in folders if path.name == config.run_num]]
-    runs = [run for run in runs if run.checkpoints]
+    folders = {path for path in Path(config.expdir, config.config).glob("*/*") if aside.fullmatch(path.name)}
+    folders.add(_run_of(Path(config.resume)))
+    return _newest(path for path in folders if _job() in _holder(path))
+
+
+def _find_newest(config: Config) -> RunFolder | None:
+    """Return the run with the newest checkpoint, of those with this name on any number of ranks."""
+    return _newest(path for path in Path(config.expdir, config.config).glob("*/*") if path.name == config.run_num)
+
+
+def _newest(folders: Iterable[Path]) -> RunFolder | None:
+    runs = [run for run in map(_read_run, folders) if run.checkpoints]
     return max(runs, key=lambda run: run.checkpoints[0][0].stat().st_mtime, default=None)
 
 
-def _find_at(config: Config) -> RunFolder:
-    """Return the run that `resume` names: its folder, or one of its checkpoints.
-
-    A Slurm job that was started again goes on with the newest of them, wherever it began.
-    """
-    path = Path(config.resume)
-    if checkpoint.is_name(path.name) and path.parent.name == "checkpoints":
-        run = _read_run(path.parent.parent)
-        if not (_job() and "SLURM_RESTART_COUNT" in os.environ and _job() in _holder(run.path)):
-            run.checkpoints = [(found, info) for found, info in run.checkpoints if found.name == path.name]
-    else:
-        run = _read_run(path.parent if path.name == "checkpoints" else path)
+def _find_at(path: Path) -> RunFolder:
+    """Return the run at this path: its folder, or one of its checkpoints. Raises ValueError where there is none."""
+    run = _read_run(_run_of(path))
+    if path.parent.name == "checkpoints":
+        run.checkpoints = [(found, info) for found, info in run.checkpoints if found.name == path.name]
     if not run.checkpoints:
         raise ValueError(
             f"cannot resume from {path}, which {'holds no checkpoint' if path.exists() else 'is not there'}: "
             f"give the folder of a run, or one of its checkpoints"
         )
     return run
+
+
+def _run_of(path: Path) -> Path:
+    """Return the folder of a run, of which this is the path, or that of its checkpoints, or of one of them."""
+    if path.parent.name == "checkpoints":
+        return path.parent.parent
+    return path.parent if path.name == "checkpoints" else path
 
 
 def _read_run(path: Path) -> RunFolder:

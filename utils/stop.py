@@ -27,7 +27,8 @@ class StopRequests:
         self.reason: str | None = None
         self.saved = time.monotonic()
         self.pending: tuple[dist.Work, torch.Tensor] | None = None
-        self.previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        for number in SIGNALS:
+            signal.signal(number, self._note)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self.reason == "SIGINT":  # Ctrl-C twice: at once
@@ -58,7 +59,5 @@ class StopRequests:
         return bool(said[0]), bool(said[1])
 
     def close(self) -> None:
-        """Give the signals back to whom they belonged; all ranks call this."""
+        """Leave together; all ranks call this. A signal that comes later does not change the exit code."""
         self._answer()
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)

@@ -59,7 +59,9 @@ def main() -> int:
             shutil.rmtree(path)
     minutes = (time.monotonic() - start) / 60
     print(f"{interruptions} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
-    return 0
+    if interruptions < given.interruptions:
+        print(f"the time was up before {given.interruptions}: raise --minutes", file=sys.stderr)
+    return int(interruptions < given.interruptions)
 
 
 def _reference(grid: Grid, folder: Path, *flags: str, dtype: torch.dtype = torch.float32) -> Path:

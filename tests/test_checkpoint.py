@@ -54,6 +54,15 @@ def test_the_newest_checkpoints_are_kept_and_the_best(soon_best, tiny):
     assert names(folder) == ["00000006-validated"]  # the best, too
 
 
+def test_a_best_checkpoint_that_is_gone_is_not_the_best(soon_best, tiny):
+    for name in ("00000002-validated", "00000006-validated"):
+        shutil.rmtree(soon_best / "checkpoints" / name)
+    run_here(tiny_flags(tiny, *FLAGS, "--resume", "auto"))
+    last = records(soon_best, "epoch")[-1]["valid_loss"]
+    best = checkpoint.read_info(soon_best / "checkpoints/00000006-validated")["best"]
+    assert best == {"loss": last, "name": "00000006-validated"}
+
+
 def test_a_checkpoint_says_where_it_stands(tiny):
     folder = run_here(tiny_flags(tiny, "--num_iters", "6", "--checkpoint_every", "3", "--keep_checkpoints", "9"))
     info = checkpoint.read_info(folder / "checkpoints/00000003")

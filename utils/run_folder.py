@@ -166,10 +166,13 @@ def _run_of(path: Path) -> Path:
 
 def _read_run(path: Path) -> RunFolder:
     run = RunFolder(path)
-    for folder in checkpoint.find(path / "checkpoints"):
+    folders = checkpoint.find(path / "checkpoints")
+    for folder in folders:
         info = None
         try:
             info = checkpoint.read_info(folder)
+            if folder.with_name(str(info["best"]["name"])) not in folders:  # a better one came later, and is lost
+                info["best"] = {"loss": None, "name": None}
         except Unreadable as error:
             if not any(older for _, older in run.checkpoints):
                 run.remarks.append(f"Checkpoint left out: {error}")

@@ -42,8 +42,9 @@ def test_an_old_run_is_renamed_aside(tmp_path):
         folder = make_run_folder(config, "4GPU")
         assert folder == tmp_path / "x/4GPU/b"
     assert sorted(p.name for p in folder.parent.iterdir()) == ["b", "b.1", "b.2"]
+    (folder / "file").touch()
     with pytest.raises(ValueError, match="choose another --expdir"):
-        make_run_folder(Config(config="config.yaml/x", expdir=str(folder)), "1GPU")
+        make_run_folder(Config(config="file/x", expdir=str(folder)), "1GPU")
 
 
 def test_picture():

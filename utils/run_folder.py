@@ -126,7 +126,7 @@ def _find_own(config: Config) -> RunFolder | None:
 
     It goes on with it whatever `resume` says, and even if another job has renamed it aside meanwhile.
     """
-    if not (_job() and "SLURM_RESTART_COUNT" in os.environ):
+    if not _job() or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return None
     aside = re.compile(re.escape(config.run_num) + r"(\.\d+)?")
     folders = {path for path in Path(config.expdir, config.config).glob("*/*") if aside.fullmatch(path.name)}

@@ -64,6 +64,7 @@ MUTATIONS = [
     ("nonfinite", "            self.skipped = 0\n", "", "guards -k in_a_row"),
     ("run", 'if math.isfinite(step["loss"]):', "if True:", "guards -k is_skipped"),
     ("setup", "dist.distributed_c10d._set_pg_timeout(timeout)", "pass", "guards -k waits"),
+    ("setup", "dist.distributed_c10d._get_default_store().set_timeout(timeout)", "pass", "guards -k waited"),
     ("setup", "    torch.stack([p.sum() for p in model.parameters()]).sum().backward()\n", "", FOUR),
     ("watch", "dist.recv(torch.zeros(1), src=self.before, group=self.group)", "pass", "guards -k waits"),
     ("launch", "        code = 2\n    except ReadError", "        code = 1\n    except ReadError", "errors"),

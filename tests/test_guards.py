@@ -5,19 +5,23 @@ import math
 import signal
 import subprocess
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers import losses, norms, records, run_folder, run_here, tiny_flags
 from tests.injections import At, Send
 from tests.interruptions import FLAGS, Grid, Ranks, in_dtype, undisturbed
 from utils import checkpoint, nonfinite, run
 from utils.config_reader import load_config
+from utils.launch import World, join
 from utils.nonfinite import NonfiniteGuard
+from utils.setup import limit_waits
 
 
 def spoil(folder, sample: int) -> None:
@@ -118,6 +122,21 @@ def test_a_rank_that_waits_too_long_says_where(tiny):
     assert "train.py: error: rank 0: Timed out waiting 2000ms" in told, told
     assert "rank 1: rank 0 is gone, and this one ends too; it was at tests/test_guards.py:" in told
     assert "time.sleep(100)" in told and "Traceback" not in told
+
+
+def test_a_group_is_waited_for_as_long_as_a_collective():
+    """NCCL's ranks exchange an address through the store of all ranks before their first collective."""
+    join(World())
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=5))
+    try:
+        limit_waits(timedelta(milliseconds=200))
+        start = time.perf_counter()
+        with pytest.raises(dist.DistStoreError):
+            store.get("an address that nobody gives")
+        assert time.perf_counter() - start < 2
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2, 2)])

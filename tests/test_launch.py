@@ -12,7 +12,7 @@ import termios
 
 import pytest
 
-from tests.helpers import ROOT, clean_environment, run_ranks, tiny_flags
+from tests.helpers import ROOT, clean_environment, free_port, run_ranks, tiny_flags
 from utils.launch import World, _first_host, find_world
 
 PLAIN = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node7", MASTER_PORT="1234")
@@ -88,6 +88,23 @@ def test_a_half_set_environment_ends_the_script_in_one_line():
     )
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1 and "error: RANK is not set" in result.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_finds_nobody_ends_in_one_line(rank):
+    code = "from utils import launch; launch.JOINING = launch.timedelta(seconds=2); launch.start(None, [])"
+    place = dict(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=clean_environment(**place),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = done.stderr.splitlines()[-1]  # PyTorch may tell more, above
+    assert done.returncode == 2 and f"error: rank {rank} of 2 could not join the others at 127.0.0.1, port" in last
+    assert last.endswith("and a free port as MASTER_PORT")
 
 
 @pytest.mark.slow

@@ -18,11 +18,19 @@ def _key(
     help: str,
     choices: tuple | None = None,
     at_least: float | None = None,
+    at_most: float | None = None,
     rule: Callable[[str, Any], Any] | None = None,
     chapter: int = 1,
 ):
     """A field: `rule(name, value)` raises ValueError for an illegal value; `chapter` is the first that knows it."""
-    metadata = {"help": help, "choices": choices, "at_least": at_least, "rule": rule, "chapter": chapter}
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "rule": rule,
+        "chapter": chapter,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -52,7 +60,9 @@ class Config:
     config: str = _key("base", "section of the YAML file")
     run_num: str = _key("00", "name of the run, the last folder of its path")
     expdir: str = _key("/logs", "folder that holds all runs")
-    seed: int = _key(0, "seed of the weights, of the order of the samples and of dropout", at_least=0)
+    seed: int = _key(
+        0, "seed of the weights, of the order of the samples and of dropout", at_least=0, at_most=2**63 - 1
+    )
     device: str = _key("auto", "device to train on", choices=("auto", "cpu", "cuda"))
 
     # Long runs
@@ -132,7 +142,7 @@ class Config:
 
     # Data parallelism
     noddp: bool = _key(False, "do not synchronise gradients (timing only: the ranks drift apart)")
-    bucket_cap_mb: int = _key(25, "size of a gradient bucket of DDP, in MiB", at_least=1)
+    bucket_cap_mb: int = _key(25, "size of a gradient bucket of DDP, in MiB", at_least=1, at_most=2**20)
     disable_broadcast_buffers: bool = _key(False, "DDP does not broadcast buffers before each forward pass")
 
     # Model parallelism

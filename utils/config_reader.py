@@ -79,6 +79,8 @@ def cast(name: str, value: Any) -> Any:
             raise ValueError(f"{name} is {item!r}: it takes one of {', '.join(meta['choices'])}")
         if meta["at_least"] is not None and item < meta["at_least"]:
             raise ValueError(f"{name} is {item}: it takes {meta['at_least']} or more")
+        if meta["at_most"] is not None and item > meta["at_most"]:
+            raise ValueError(f"{name} is {item}: it takes {meta['at_most']} or less")
         if meta["rule"]:
             meta["rule"](name, item)
     return out

@@ -12,6 +12,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from utils.watch import Watch, end_now, place
 # Exit codes, as in sysexits.h.
 STOPPED = 75  # "try again later": saved, and can go on
 NOT_SAVED = 74  # "input/output error": the last checkpoint of a run could not be written
+
+JOINING = timedelta(minutes=10)  # the processes of a large job may start minutes apart
 
 
 class Ended(Exception):
@@ -188,7 +191,10 @@ def _end_all(world: World, error: Exception) -> None:
 
 
 def join(world: World) -> None:
-    """Create the group of all ranks: NCCL (RCCL) moves GPU tensors, gloo CPU tensors."""
+    """Create the group of all ranks: NCCL (RCCL) moves GPU tensors, gloo CPU tensors.
+
+    A process that does not find the others ends here: they cannot be told.
+    """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -198,4 +204,12 @@ def join(world: World) -> None:
         torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
-    dist.init_process_group(backend, init_method="env://")
+    try:
+        dist.init_process_group(backend, init_method="env://", timeout=JOINING)
+    except dist.DistError as error:
+        end_now(
+            f"rank {world.rank} of {world.size} could not join the others at {world.address}, port {world.port} "
+            f"({str(error).splitlines()[0]}): start all ranks, with the name of rank 0's host as MASTER_ADDR and a "
+            f"free port as MASTER_PORT",
+            code=2,
+        )

@@ -22,7 +22,7 @@ from utils.config import Config, interval, seconds
 from utils.data_loader import Batch
 from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_agree, share_error
 from utils.nonfinite import NonfiniteGuard
-from utils.profiling import MemoryWatch, peak_memory_gb, profiler_window
+from utils.profiling import EpochClock, MemoryWatch, peak_memory_gb, profiler_window
 from utils.records import StepRecords
 from utils.report import Report
 from utils.run_folder import RunFolder, open_run_folder
@@ -167,40 +167,32 @@ class Run:
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of one epoch, or of what is left of it; then report its speed and loss."""
-        loader, epoch, left, waited, loop_start = self.data.train_loader, self.epochs, self.left, 0.0, None
-        first_end = None
-        epoch_start = time.perf_counter()
+        loader, epoch, left = self.data.train_loader, self.epochs, self.left
         self.memory.look_again()
+        clock = EpochClock()
         bar = tqdm(total=left, desc=f"epoch {epoch + 1}", leave=False, disable=None if self.report else True)
         with bar, profiler_window(epoch + 1, self.world.rank):
             reader = loader.epoch(epoch, self.iteration - epoch * len(loader))
-            for _ in range(left):
-                asked = time.perf_counter()
-                batch = next(reader)
-                if loop_start is not None:
-                    waited += time.perf_counter() - asked
-                else:  # the first batch waits for the reader to start
-                    loop_start = time.perf_counter()
+            for batch in clock.batches(reader, left):
                 yield batch
                 bar.update()
-                if first_end is None:
-                    first_end = time.perf_counter()
             self._write_steps(self.steps.flush())
-        now = self.epoch_end = time.perf_counter()
+        clock.stop()
+        self.epoch_end = clock.end
         self.summary = {
             "event": "epoch",
             "epoch": epoch + 1,
             "iteration": self.iteration,
             "train_loss": statistics.fmean(self.epoch_losses or [math.nan]),
             # A run that was stopped between an epoch and its validation has no speed to tell.
-            "samples_per_sec": left * self.config.global_batch_size / (now - epoch_start) if left else None,
-            "data_wait_frac": waited / (now - loop_start) if left else None,
+            "samples_per_sec": left * self.config.global_batch_size / clock.total if left else None,
+            "data_wait_frac": clock.wait_fraction if left else None,
             "memory_gb": self.memory.parts(),
         }
         if self.report:
-            self.report.speed(self.summary, now - epoch_start, left, self.memory.after_forward)
+            self.report.speed(self.summary, clock.total, left, self.memory.after_forward)
         if self.is_first_epoch and left:  # what compiles did so in its first iteration
-            first, rest = first_end - epoch_start, (now - first_end) / max(left - 1, 1)
+            first, rest = clock.first_end - clock.start, (clock.end - clock.first_end) / max(left - 1, 1)
             self.log("  First iteration: %f sec, those after it: %f sec each", first, rest)
             self.is_first_epoch = False
 
@@ -296,10 +288,8 @@ class Run:
         dist.broadcast_object_list(told)  # its last digit may differ from rank to rank, and all must save alike
         is_best = self.best["loss"] is None or told[0] < self.best["loss"]
         if is_best:
-            self.best_before, self.best = (
-                self.best,
-                {"loss": told[0], "name": checkpoint.name(self.iteration, is_validated=True)},
-            )
+            self.best_before = self.best
+            self.best = {"loss": told[0], "name": checkpoint.name(self.iteration, is_validated=True)}
         if self.checkpointer is not None:
             if is_best or self.is_due or self.should_stop:
                 self._save()

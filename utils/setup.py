@@ -26,12 +26,13 @@ def prepare(config: Config, local_rank: int) -> torch.device:
 
 
 def limit_waits(timeout: timedelta) -> None:
-    """Let collectives of the group of all ranks fail after this time.
+    """Let collectives of the group of all ranks fail after this time, and the setup of other groups.
 
     That group is there before the configuration is read, and PyTorch has no public function to change it later.
     """
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(timeout)
+        dist.distributed_c10d._get_default_store().set_timeout(timeout)
 
 
 def settle_buckets(model: DistributedDataParallel) -> DistributedDataParallel:

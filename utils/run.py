@@ -24,7 +24,6 @@ from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_ag
 from utils.nonfinite import NonfiniteGuard
 from utils.profiling import EpochClock, MemoryWatch, peak_memory_gb, profiler_window
 from utils.records import StepRecords
-from utils.report import Report
 from utils.run_folder import RunFolder, open_run_folder
 from utils.stop import StopRequests
 from utils.training_state import TrainingState
@@ -59,11 +58,13 @@ class Run:
         self.best: dict[str, Any] = {"loss": None, "name": None}  # of validation, and its checkpoint's name
         self.best_before = self.best
         self.is_first_epoch = True  # of this process
-        self.report: Report | None = None  # on rank 0
+        self.report = None  # a Report, on rank 0
         self.checkpointer: Checkpointer | None = None
         found: list[RunFolder | None] = [None]
         with all_ranks_agree():
             if world.rank == 0:
+                from utils.report import Report  # Matplotlib and TensorBoard: thousands of ranks need not read them
+
                 found[0], self.lock = open_run_folder(config, name or f"{world.size}GPU")
                 self.report = Report(found[0].path, config, world, device, data, flops)
         dist.broadcast_object_list(found)

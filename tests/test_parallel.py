@@ -10,9 +10,11 @@ import torch
 
 import train_mp
 from benchmarks.certificate import FULL_IMAGE, MODES
+from distributed.parallelize import check_parallel
 from tests.helpers import ROOT, clean_environment, records, run_folder, run_here, run_ranks, tiny_flags, write_data
 from tests.mutations import MUTATIONS
 from utils.comm import Grid, rank_groups
+from utils.config_reader import load_config
 from utils.frame_sharing import FrameSharing
 from utils.token_shard import TokenShard
 
@@ -169,14 +171,11 @@ def test_fewer_tokens_than_ranks_work(tmp_path):
     np.testing.assert_allclose(b, a, rtol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, flags, words",
     [
-        (3, ["--tensor_parallel", "2"], "take tensor_parallel x context_parallel from 1x1, 1x3, 3x1"),
         (3, ["--tensor_parallel", "3"], "num_heads 4 does not divide over tensor_parallel 3: take 1, 2 or 4"),
-        (2, ["--tensor_parallel", "2", "--context_parallel", "2"], "does not divide the 2 rank(s)"),
-        (3, ["--context_parallel", "3", "--cp_attention", "ulysses"], "shares out the 4 head(s)"),
+        (3, ["--context_parallel", "3", "--cp_attention", "ulysses"], r"shares out the 4 head\(s\)"),
         (2, ["--context_parallel", "2", "--noddp"], "leave --noddp out"),
         (2, ["--tensor_parallel", "2", "--no_sequence_parallel", "--dropout", "0.1"], "needs --sequence_parallel"),
         (
@@ -185,8 +184,21 @@ def test_fewer_tokens_than_ranks_work(tmp_path):
             "needs sequence parallelism, and tensor_parallel is 2",
         ),
         (2, ["--context_parallel", "2", "--sp_regather"], "needs sequence parallelism, and tensor_parallel is 1"),
-        (2, ["--context_parallel", "2", "--patch_size", "48"], "16 x 32 does not divide into patches of 48"),
-        (2, ["--parallel_order", "tp-dp"], "names dp, cp and tp once each"),
+    ],
+)
+def test_a_model_that_cannot_be_shared_out_is_refused(ranks, flags, words):
+    config, _ = load_config(["--num_heads", "4", *flags], chapter=2)
+    with pytest.raises(ValueError, match=words):
+        check_parallel(config, Grid(ranks, 0, config.tensor_parallel, config.context_parallel))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, flags, words",
+    [
+        (3, ["--tensor_parallel", "2"], "take tensor_parallel x context_parallel from 1x1, 1x3, 3x1"),  # of the grid
+        (2, ["--context_parallel", "2", "--noddp"], "leave --noddp out"),  # of the model
+        (2, ["--context_parallel", "2", "--patch_size", "48"], "16 x 32 does not divide into patches of 48"),  # of data
     ],
 )
 def test_wrong_sizes_are_one_line_on_all_ranks(tmp_path, ranks, flags, words):

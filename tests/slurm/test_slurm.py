@@ -197,21 +197,6 @@ def check_run(folder: Path) -> None:
     assert "DONE ---- rank 0" in (folder / "out.log").read_text()
 
 
-def test_sbatch_trains_on_two_ranks(slurm, data, python, tmp_path):
-    env = {**python, "LOGDIR": str(tmp_path / "unused")}
-    where = ["--expdir", tmp_path]  # the user's own flag wins over LOGDIR
-    job = slurm.sbatch("-n", 2, "-o", tmp_path / "%j.out", "submit_pm.sh", *data, *where, cwd=ROOT, env=env)
-    assert job.exit_code == 0, job.output
-    check_run(tmp_path / "demo" / "2GPU" / "00")
-
-
-def test_sbatch_trains_tensor_parallel(slurm, data, python, tmp_path):
-    flags = [*data, "--tensor_parallel=2", "--expdir", tmp_path]
-    job = slurm.sbatch("-n", 2, "-o", tmp_path / "%j.out", "submit_pm_mp.sh", *flags, cwd=ROOT, env=python)
-    assert job.exit_code == 0, job.output
-    check_run(tmp_path / "demo" / "2MP" / "00")
-
-
 def test_a_wrong_config_fails_the_job(slurm, python, tmp_path):
     env = {**python, "LOGDIR": str(tmp_path)}
     job = slurm.sbatch("-n", 2, "-o", tmp_path / "%j.out", "submit_pm.sh", "--config=nonsense", cwd=ROOT, env=env)
@@ -276,8 +261,9 @@ def test_a_signalled_job_goes_on_by_itself(slurm, long_data, python, tmp_path, s
         wait_for(lambda: has_trained(folder))
         slurm.run("scancel", "--signal=USR1", job)
 
+    env = {**python, "LOGDIR": str(tmp_path / "unused")}  # the user's own --expdir wins
     argv = ["-n", 2, "-o", tmp_path / "%j.out", script, *long_data, *flags, "--expdir", tmp_path]
-    job = slurm.sbatch(*argv, cwd=ROOT, env=python, timeout=150, meanwhile=signal)
+    job = slurm.sbatch(*argv, cwd=ROOT, env=env, timeout=150, meanwhile=signal)
     assert job.exit_code == 0, job.output
     check_long_run(folder)
     assert f"job {job.id} is in the queue again" in job.output and "Stopped: --resume auto" in job.output

@@ -124,9 +124,7 @@ def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData,
                     lr = learning_rate(i, config)
                     grad_norm = update(lr)
             run.after_step(loss, grad_norm, lr)
-        with span("validation"):
-            scores, example = validate(model, run.validation_batches(), data, config)
-        run.after_epoch(scores, example)
+        run.after_epoch(*validate(model, run.validation_batches(), data, config))
 
 
 @torch.no_grad()

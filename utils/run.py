@@ -223,10 +223,11 @@ class Run:
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yield all validation batches. A signal stops the run here, too: it will then validate when it is resumed."""
-        for batch in self.data.valid_loader.epoch():
-            yield batch
-            if self.checkpointer is not None:
-                self._stop_if_asked()
+        with span("validation"):  # until the last batch is done
+            for batch in self.data.valid_loader.epoch():
+                yield batch
+                if self.checkpointer is not None:
+                    self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
         stop, save = self.requests.agree()

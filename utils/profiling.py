@@ -1,14 +1,17 @@
-"""The profiler window, the speed that the hardware could reach, and the memory in use."""
+"""Where the time goes: named ranges, the profiler window, and the speed that the hardware could reach."""
 
 import contextlib
 import mmap
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from utils.data_loader import Batch
 
 # Dense peaks of one device in TFLOP/s, from the makers' datasheets: (float32, TF32, bfloat16 and float16).
 DATASHEET_TFLOPS = {
@@ -24,6 +27,55 @@ DATASHEET_TFLOPS = {
     "V100": (15.7, 15.7, 125),
 }
 PROFILED_EPOCH = 4  # past compilation and the first reads
+
+
+class EpochClock:
+    """Takes the time of one epoch's training, in seconds, while it hands on the epoch's batches."""
+
+    def __init__(self):
+        self.waited = 0.0  # for batches, after the first: that one waits for the reader to start
+        self.start = self.end = time.perf_counter()
+        self.first_batch = self.first_end = self.start
+
+    def batches(self, reader: Iterator[Batch], count: int) -> Iterator[Batch]:
+        """Yield `count` batches of `reader`."""
+        for done in range(count):
+            asked = time.perf_counter()
+            batch = next(reader)
+            if done == 0:
+                self.first_batch = time.perf_counter()
+            else:
+                self.waited += time.perf_counter() - asked
+            yield batch
+            if done == 0:
+                self.first_end = time.perf_counter()
+
+    def stop(self) -> None:
+        self.end = time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        """From the start to the end."""
+        return self.end - self.start
+
+    @property
+    def wait_fraction(self) -> float:
+        """The share of the time after the first batch that was spent waiting for others."""
+        return self.waited / (self.end - self.first_batch)
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """Name a range of the timeline: NVTX for Nsight Systems, `record_function` for torch.profiler."""
+    nvtx = torch.cuda.is_available()
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()
 
 
 def profiler_window(epoch: int, rank: int) -> contextlib.AbstractContextManager:

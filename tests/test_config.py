@@ -84,6 +84,7 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {depth: true}", [], ["depth is True", "int"]),
         ("base: {depth: None}", [], ["depth is None"]),
         ("base: {depth: 0}", [], ["depth is 0", "1 or more"]),
+        ("base: {}", ["--bucket_cap_mb", "1048577"], ["bucket_cap_mb is 1048577", "1048576 or less"]),
         ("base: {}", ["--seed", str(2**63)], [f"seed is {2**63}", f"{2**63 - 1} or less"]),
         ("base: {enable_jit: 3}", [], ["enable_jit is 3", "true or false"]),
         ("base: {lr: .nan}", [], ["lr is nan"]),

@@ -1,12 +1,13 @@
 """Is the parallel model the same model? Every grid of 1, 2, 4 and 8 ranks against one process, in float64.
 
     python benchmarks/certificate.py --json FILE [--report FILE.md] [--ranks 1 2 4 7 8 16] [--images "10 tokens" ...]
-                                     [--modes float64 float32 ...]
+                                     [--modes float64 float32 ...] [--named 2]
 
 Each grid trains with train_mp.py's own main on small files and is compared with train.py in float64: the loss, every
 parameter's gradient, its norm, the weights after 5 steps, the validation metrics. Ranks that hold the same parameter
-must hold the same bits. Five named grids are then tried in other modes. An error is the largest difference over the
-largest reference value, per full tensor. The first one above its bound ends the run and names what and where.
+must hold the same bits. Five named grids, or the first of them, are then tried in other modes. An error is the largest
+difference over the largest reference value, per full tensor. The first one above its bound ends the run and names what
+and where.
 What one process does is in certificate_worker.py.
 """
 
@@ -132,13 +133,13 @@ def grids(ranks: int) -> list[dict]:
     return found
 
 
-def runs_of(ranks: int, images: list[str], modes: list[str]) -> list[dict]:
+def runs_of(ranks: int, images: list[str], modes: list[str], named: int) -> list[dict]:
     """Return what to run on `ranks` ranks: grids, each with its pairs of image and mode."""
     pairs = [(grid, [[image, "float64"] for image in images]) for grid in grids(ranks) if ranks in EVERY]
     pairs = pairs if "float64" in modes else []
     pairs += [(grid, [[FULL_IMAGE, FULL_IMAGE]]) for grid in FULL if FULL_IMAGE in modes]
     others = [mode for mode in modes if mode not in ("float64", FULL_IMAGE)]
-    pairs += [(grid, [[NAMED_IMAGE, mode] for mode in others if is_allowed(grid, mode)]) for grid in NAMED]
+    pairs += [(grid, [[NAMED_IMAGE, mode] for mode in others if is_allowed(grid, mode)]) for grid in NAMED[:named]]
     return [{"grid": grid, "runs": runs} for grid, runs in pairs if runs and ranks_of(grid) == ranks]
 
 
@@ -224,6 +225,7 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="tables to write, in Markdown")
     parser.add_argument("--images", nargs="+", choices=IMAGES, default=[i for i in IMAGES if i != FULL_IMAGE])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--named", type=int, default=len(NAMED), help="named grids to try in other modes")
     args = parser.parse_args()
     import yaml
 
@@ -241,7 +243,7 @@ def main() -> None:
         subprocess.run([sys.executable, str(ROOT / "benchmarks/certificate_worker.py"), folder], check=True)
         results = []
         for ranks in args.ranks:
-            cases = runs_of(ranks, args.images, args.modes)
+            cases = runs_of(ranks, args.images, args.modes, args.named)
             print(f"{ranks} rank(s), {sum(len(case['runs']) for case in cases)} run(s)", flush=True)
             results += run_world(folder, ranks, cases)
     summary, figures, spread = summarise(results)

@@ -54,6 +54,14 @@ def test_the_newest_checkpoints_are_kept_and_the_best(soon_best, tiny):
     assert names(folder) == ["00000006-validated"]  # the best, too
 
 
+def test_a_process_that_is_killed_while_it_removes_leaves_no_half_checkpoint(tiny, monkeypatch):
+    """What is to be removed no longer looks like a checkpoint."""
+    monkeypatch.setattr(checkpoint, "remove", lambda folders: None)  # as if it had only begun
+    folder = run_here(tiny_flags(tiny, *FLAGS, "--checkpoint_every", "1", "--keep_checkpoints", "1"))
+    assert names(folder) == ["00000006-validated"]  # the best, too
+    assert len(list((folder / "checkpoints").glob("*.void"))) >= 5
+
+
 def test_a_best_checkpoint_that_is_gone_is_not_the_best(soon_best, tiny):
     for name in ("00000002-validated", "00000006-validated"):
         shutil.rmtree(soon_best / "checkpoints" / name)

@@ -170,7 +170,7 @@ def find(folder: Path) -> list[Path]:
 
 
 def set_aside(folders: Iterable[Path]) -> None:
-    """Rename checkpoints that no longer count."""
+    """Rename checkpoints that no longer count: to remove them takes time, and half of one must not look like one."""
     for folder in folders:
         void = folder.with_name(f"{folder.name}.void")
         remove([void])

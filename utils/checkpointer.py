@@ -1,5 +1,6 @@
 """When checkpoints are written, and by whom: in the background, a few kept, the loop hardly waiting."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -103,5 +104,6 @@ class Checkpointer:
                 "Checkpoint %s: written in %.2f sec; the loop waited %.3f sec for the copy", path, seconds, stall
             )
             old = checkpoint.find(self.folder)[self.keep :]
-            checkpoint.remove(folder for folder in old if folder.name != info["best"]["name"])
+            with contextlib.suppress(OSError):  # one that cannot be renamed stays
+                checkpoint.set_aside(folder for folder in old if folder.name != info["best"]["name"])
             checkpoint.remove(self.folder.glob("*.void"))

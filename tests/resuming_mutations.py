@@ -27,7 +27,7 @@ MUTATIONS = [
     ("checkpoint", 'remove(folder.parent.glob("*.part"))', "pass", "checkpoint -k older"),
     ("checkpointer", "[self.keep :]", "[self.keep + 1 :]", "checkpoint -k newest"),
     ("checkpointer", 'if folder.name != info["best"]["name"])', ")", "checkpoint -k newest"),
-    ("checkpointer", "checkpoint.set_aside(folder for", "checkpoint.remove(folder for", "checkpoint -k while_it_removes"),
+    ("checkpointer", "checkpoint.set_aside(folder for", "checkpoint.remove(folder for", "checkpoint -k no_half"),
     ("checkpointer", 'checkpoint.remove(self.folder.glob("*.void"))', "pass", "interruptions -k truncated"),
     ("checkpointer", "        self._new_group()\n\n    def _tell", "\n    def _tell", "interruptions -k lost"),
     ("checkpointer", "        self.state.copy_to_host()\n", "", "interruptions -k 'SIGTERM and process'"),

@@ -12,8 +12,12 @@ def test_a_job_that_reaches_its_limit_goes_on_by_itself(slurm, python, tmp_path,
 
     def lengthen(job: str) -> None:
         """The second life may take as long as it takes."""
-        for state in ("RUNNING", "PENDING"):  # its first life, and again in the queue
-            wait_for(lambda: f"JobState={state}" in slurm.run("scontrol", "show", "job", job).stdout, seconds=120)
+
+        def is_(state: str) -> bool:
+            return f"JobState={state}" in slurm.run("scontrol", "show", "job", job).stdout
+
+        wait_for(lambda: is_("RUNNING"))
+        wait_for(lambda: is_("PENDING"), seconds=120)
         slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
 
     # Slurm may send the signal half a minute before the 20 s: between 10 and 40 s after the start of a minute.

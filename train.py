@@ -28,9 +28,9 @@ from utils.config_reader import load_config
 from utils.data_loader import Batch
 from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
+from utils.profiling import span
 from utils.run import Run
 from utils.setup import load_weights, prepare, settle_buckets
-from utils.timeline import span
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 

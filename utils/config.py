@@ -158,7 +158,6 @@ class Config:
     graph_optimizer: bool = _key(False, "record the optimiser, too", chapter=3)
 
     # What is shown
-    report: bool = _key(False, "take the time of each part of the run: a table at the end, and report/time.csv")
     plot_channels: list[str] | None = _key(None, "channels of the validation picture (default: the first one)")
 
     def with_batches(self, data_parallel_size: int) -> "Config":

@@ -1,4 +1,4 @@
-"""The profiler window, the clock of an epoch, the speed that the hardware could reach, the memory in use."""
+"""Where the time goes: named ranges, the profiler window, and the speed that the hardware could reach."""
 
 import contextlib
 import mmap
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from utils.data_loader import Batch
-from utils.timeline import span
 
 # Dense peaks of one device in TFLOP/s, from the makers' datasheets: (float32, TF32, bfloat16 and float16).
 DATASHEET_TFLOPS = {
@@ -42,8 +41,7 @@ class EpochClock:
         """Yield `count` batches of `reader`."""
         for done in range(count):
             asked = time.perf_counter()
-            with span("data wait"):
-                batch = next(reader)
+            batch = next(reader)
             if done == 0:
                 self.first_batch = time.perf_counter()
             else:
@@ -62,8 +60,22 @@ class EpochClock:
 
     @property
     def wait_fraction(self) -> float:
-        """The share of the time after the first batch that was spent waiting for batches."""
+        """The share of the time after the first batch that was spent waiting for others."""
         return self.waited / (self.end - self.first_batch)
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """Name a range of the timeline: NVTX for Nsight Systems, `record_function` for torch.profiler."""
+    nvtx = torch.cuda.is_available()
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()
 
 
 def profiler_window(epoch: int, rank: int) -> contextlib.AbstractContextManager:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,8 +20,6 @@ from utils.logging_utils import close_log, open_log
 from utils.plots import forecast_figure, render
 from utils.profiling import peak_flops
 from utils.records import cut_records, to_json
-from utils.time_report import write_times
-from utils.timeline import span
 from utils.weather_data import WeatherData
 
 
@@ -130,7 +128,6 @@ class Report:
             self.board.add_scalar("Gradient norm", record["grad_norm"], iteration)
             self.board.add_scalar("Learning Rate", record["lr"], iteration)
 
-    @span("logging")
     def speed(self, summary: dict[str, Any], seconds: float, iterations: int, after_forward: float) -> None:
         """Log how fast the iterations of an epoch were, and their loss."""
         at, rate = summary["iteration"], summary["samples_per_sec"]
@@ -144,7 +141,6 @@ class Report:
         parts = summary["memory_gb"].items()
         logging.info("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
 
-    @span("logging")
     def validation(
         self,
         summary: dict[str, Any],
@@ -211,22 +207,6 @@ class Report:
             pixels = render(figure)
             matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
             self.board.add_image(f"Visualization, {name}", pixels, iteration, dataformats="HWC")
-
-    def write_time(self, record: dict[str, Any]) -> None:
-        """Record where the time of an epoch went."""
-        self.write(record)
-        with self._if_there_is_room():
-            for part, seconds in record["seconds"].items():
-                self.board.add_scalar(f"Time, {part} [s]", seconds, record["iteration"])
-
-    def show_times(self, table: Iterable[str]) -> None:
-        """Log the table of where the time went, and write it for all epochs of the run."""
-        for line in table:
-            logging.info(line)
-        try:
-            logging.info("  Times of all epochs: %s", write_times(self.folder))
-        except OSError as error:
-            logging.warning("report/time.csv is not written (%s); metrics.jsonl has its figures", error)
 
     def result(self) -> None:
         """Log the last validation, channel by channel."""

@@ -26,8 +26,6 @@ from utils.profiling import EpochClock, MemoryWatch, peak_memory_gb, profiler_wi
 from utils.records import StepRecords
 from utils.run_folder import RunFolder, open_run_folder
 from utils.stop import StopRequests
-from utils.time_report import TimeReport
-from utils.timeline import span
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
@@ -62,7 +60,6 @@ class Run:
         self.is_first_epoch = True  # of this process
         self.report = None  # a Report, on rank 0
         self.checkpointer: Checkpointer | None = None
-        self.time_report: TimeReport | None = None
         found: list[RunFolder | None] = [None]
         with all_ranks_agree():
             if world.rank == 0:
@@ -82,16 +79,9 @@ class Run:
         if self.checkpointer and together:
             self.requests.close()
             self.checkpointer.wait()
-        if self.time_report:
-            if together and kind:
-                self.time_report.record(self.epochs + 1, self.iteration)
-            self.time_report.close()
         if self.report:
             if kind is None:
                 self.report.result()
-            if self.time_report and together:
-                self.report.show_times(self.time_report.table())
-            if kind is None:
                 self.log("DONE ---- rank %d", self.world.rank)
             self.report.close(error)
             self.lock.close()
@@ -127,10 +117,6 @@ class Run:
             self._plan_checkpoints(resumed)
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
         self.memory = MemoryWatch(state.model, state.optimizer, self.device)
-        if self.config.report:
-            self.time_report = TimeReport(
-                state.model, self.device, self.iteration, self.report and self.report.write_time
-            )
 
     def _resume(self) -> Path:
         """Take the state from the newest checkpoint that can be read, and return its folder."""
@@ -227,11 +213,10 @@ class Run:
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yield all validation batches. A signal stops the run here, too: it will then validate when it is resumed."""
-        with span("validation"):  # until the last batch is done
-            for batch in self.data.valid_loader.epoch():
-                yield batch
-                if self.checkpointer is not None:
-                    self._stop_if_asked()
+        for batch in self.data.valid_loader.epoch():
+            yield batch
+            if self.checkpointer is not None:
+                self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
         stop, save = self.requests.agree()
@@ -244,7 +229,6 @@ class Run:
             self.log("Stopped: --resume auto goes on from here, or --resume %s", self.folder)
             raise Ended(STOPPED)
 
-    @span("checkpoint")
     def _save(self) -> None:
         """Begin a checkpoint, after all losses up to here are known to be finite."""
         self._write_steps(self.steps.flush())
@@ -268,14 +252,12 @@ class Run:
         self.checkpointer.save(info)
         self.is_due = False
 
-    @span("checkpoint")
     def _forget_lost_best(self) -> None:
         """Where the best checkpoint could not be written, the one before is the best: it is still there."""
         self.checkpointer.wait()
         if self.checkpointer.failed and self.checkpointer.failed == self.best["name"]:
             self.best = self.best_before
 
-    @span("checkpoint")
     def _wait_for_save(self) -> None:
         """Wait for the last checkpoint of a run. Raises Ended where it could not be written."""
         self.checkpointer.wait()
@@ -283,7 +265,6 @@ class Run:
             self.log("The last checkpoint was not written: make room, and go on from an older one with --resume auto")
             raise Ended(NOT_SAVED)
 
-    @span("logging")
     def _write_steps(self, steps: list[dict[str, Any]]) -> None:
         """Write the records of iterations. Raises Refused, on all ranks, where training broke down."""
         for step in steps:
@@ -302,11 +283,10 @@ class Run:
             self.report.validation(self.summary, scores, example, duration)
         self.epoch_losses = []
         self.epochs += 1
-        told = [scores["loss"]]
-        with span("logging"):  # the others wait for rank 0, which draws
-            dist.broadcast_object_list(told)  # its last digit may differ from rank to rank, and all must save alike
         if self.checkpointer is not None:
             self._forget_lost_best()
+        told = [scores["loss"]]
+        dist.broadcast_object_list(told)  # its last digit may differ from rank to rank, and all must save alike
         is_best = self.best["loss"] is None or told[0] < self.best["loss"]
         if is_best:
             self.best_before = self.best
@@ -316,5 +296,3 @@ class Run:
                 self._save()
             if self.should_stop:
                 self._wait_for_save()
-        if self.time_report:
-            self.time_report.record(self.epochs, self.iteration)

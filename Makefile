@@ -85,7 +85,7 @@ faults: $(TOOLS)
 soak: $(TOOLS)
 	$(PYTHON) tests/soak.py
 
-# Jobs that reach their time limit, on a Slurm of one node: about 4 minutes.
+# Jobs that reach their time limit, on a Slurm of one node: about 6 minutes.
 slurm: $(TOOLS)
 	$(PYTHON) -m pytest tests/slurm/at_the_limit.py
 

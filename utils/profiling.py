@@ -60,7 +60,7 @@ class EpochClock:
 
     @property
     def wait_fraction(self) -> float:
-        """The share of the time after the first batch that was spent waiting for others."""
+        """The share of the time after the first batch that was spent waiting for batches."""
         return self.waited / (self.end - self.first_batch)
 
 

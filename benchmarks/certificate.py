@@ -163,6 +163,7 @@ def flags(grid: dict, image: str, mode: Mode, folder: str) -> list[str]:
     """Return the command line of one grid on one image; the empty grid is train.py's."""
     rows, columns, patch = IMAGES[image]
     argv = ["--yaml_config", f"{folder}/certificate.yaml", "--config", "certificate", "--expdir", f"{folder}/runs"]
+    argv += ["--checkpoint_every", "None"]  # to write them is not what is tried here
     argv += ["--data_dir", f"{folder}/{image}", "--img_size", str(rows), str(columns), "--patch_size", str(patch)]
     for name, value in grid.items():
         if isinstance(value, bool):

@@ -30,7 +30,7 @@ BOUNDS = {"none": (2e-6, 2e-6), "bf16": (1e-4, 2e-4), "fp16": (2e-5, 4e-5)}
 MODEL = [
     "--config=demo", "--img_size", "32", "64", "--embed_dim=64", "--depth=2", "--num_heads=4", "--patch_size=4",
     "--plot_channels=None", "--global_batch_size=4", f"--num_iters={ITERATIONS}", "--warmup=0", "--lr=1e-3",
-    "--no_residual",
+    "--no_residual", "--checkpoint_every=None",
 ]  # fmt: skip
 
 

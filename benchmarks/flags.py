@@ -73,6 +73,7 @@ def run(script: str, flags: list[str], ranks: int, iterations: int) -> tuple[flo
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         command = command if ranks > 1 else [sys.executable]
         command += [script, *flags, "--expdir", folder, "--num_iters", str(EPOCHS * iterations)]
+        command += ["--checkpoint_every", "None"]  # the first epoch's would be written beside the second
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:  # this machine cannot do it: the other figures still count
             print(f"  {' '.join(flags)}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")

@@ -237,6 +237,7 @@ def training_wait(folder: str) -> list[float]:
     flags = [
         "--config=demo", *path_flags(f"{folder}/train"), "--expdir", folder, "--num_data_workers=1", "--num_iters=120",
         "--global_batch_size=8", "--n_in_channels=20", "--n_out_channels=20", "--plot_channels=None",
+        "--checkpoint_every=None",
     ]  # fmt: skip
     return [line["data_wait_frac"] for line in train_here(flags) if line["event"] == "epoch"]
 

@@ -49,6 +49,7 @@ def loop_overhead(rounds: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         write_shape(f"{folder}/data", (20, 64, 128), samples=8 * count + 1)
         flags = [*REFERENCE, "--expdir", folder, "--num_iters", str(count * rounds), *path_flags(f"{folder}/data")]
+        flags += ["--checkpoint_every", "None"]
         config = load_config(flags)[0].with_batches(1)
         data = train.WeatherData(config)
         model = train.build_model(config, data)

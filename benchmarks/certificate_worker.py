@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -20,11 +21,11 @@ from torch._dynamo.utils import counters
 
 import train
 import train_mp
-import utils.run
 from benchmarks.certificate import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SECTION, SERIAL, Mode, flags
 from distributed.helpers import sliced_dims
 from distributed.parallelize import ParallelViT
 from networks.vit import ViT
+from utils import report
 from utils.launch import World, join
 
 OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
@@ -32,8 +33,8 @@ OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
 
 def quiet() -> None:
     """Leave out what costs time and proves nothing here: the console, pictures, the peak of the device."""
-    utils.run.peak_flops = lambda *_: (1.0, "not measured")
-    utils.run.Run._draw = lambda *_: None
+    mock.patch.object(report, "peak_flops", lambda *_: (1.0, "not measured")).start()
+    mock.patch.object(report.Report, "_draw", lambda *_: None).start()
     logging.disable()
 
 

@@ -64,7 +64,7 @@ benchmark: data/demo $(TOOLS)
 	$(PYTHON) benchmarks/loader.py --json benchmarks/results/loader.json
 	$(PYTHON) benchmarks/checkpoint.py --json benchmarks/results/checkpoint.json
 
-# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 13 minutes on 2 cores.
+# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 12 minutes on 2 cores.
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
 

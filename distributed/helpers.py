@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from distributed.mappings import reduce
 from utils.comm import Grid
-from utils.timeline import communication, span
 
 
 def sliced_dims(model: nn.Module) -> dict[nn.Parameter, int]:
@@ -37,7 +36,6 @@ class TensorParallelGradients:
         self.group = grid.get_group("tp")
 
     @torch.no_grad()
-    @communication
     def sync(self) -> None:
         """Add up the gradients of replicas over tp: each rank's tokens gave a part of them."""
         if self.replicas:
@@ -74,6 +72,5 @@ class GridScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, *args, **kwargs) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)
         for overflow in found.values():
-            with span("communication"):
-                dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)
         return found

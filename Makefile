@@ -68,7 +68,7 @@ benchmark: data/demo $(TOOLS)
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
 
-# Are the certificate and the tests worth something? Changes one line at a time: about 30 minutes.
+# Are the certificate and the tests worth something? Changes one line at a time: most of an hour.
 mutations: $(TOOLS)
 	$(PYTHON) tests/mutations.py
 	$(PYTHON) tests/loading_mutations.py

@@ -104,6 +104,6 @@ $(VENV)/installed: requirements.txt
 	touch $@
 
 # The tests' tools, and every extra that they try.
-$(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt $(READY)
+$(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt requirements-mlflow.txt $(READY)
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
 	touch $@

@@ -28,9 +28,9 @@ from utils.config_reader import load_config
 from utils.data_loader import Batch
 from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
-from utils.profiling import span
 from utils.run import Run
 from utils.setup import load_weights, prepare, settle_buckets
+from utils.timeline import span
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
@@ -188,7 +188,7 @@ def main(world: World, argv: list[str]) -> None:
             compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
-    with Run(config, world, device, data, model.flops()) as run:
+    with Run(config, world, device, data, build_model) as run:
         run.begin(TrainingState(model, optimizer, scaler), remarks)  # goes on from a checkpoint, if asked to
         model = data_parallel(model, config)
         step = partial(forward_backward, model, scaler=scaler, config=config)

@@ -76,7 +76,7 @@ def main(
     scaler = build_scaler(config, device, partial(GridScaler, group=grid.get_group("tp-cp")))
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     state = TrainingState(model, optimizer, scaler, sliced_dims(model), grid.get_group("tp"))
-    with Run(config, world, device, data, model.flops(), f"{grid.get_size('tp-cp')}MP") as run:
+    with Run(config, world, device, data, build_model, f"{grid.get_size('tp-cp')}MP") as run:
         run.begin(state, remarks)
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))
         step = partial(forward_backward, parallel, scaler=scaler, config=config)

@@ -56,7 +56,7 @@ def loop_overhead(rounds: int) -> list[float]:
         optimizer, scaler = train.build_optimizer(model, config), train.build_scaler(config, data.device)
         step = partial(train.forward_backward, model, scaler=scaler, config=config)
         update = partial(train.update_weights, optimizer, scaler, config)
-        with Alternating(config, World(), data.device, data, model.flops()) as run:
+        with Alternating(config, World(), data.device, data, train.build_model) as run:
             run.begin(train.TrainingState(model, optimizer, scaler), [])
             train.train(step, update, model, data, config, run)
     torch.distributed.destroy_process_group()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from distributed.mappings import reduce
 from utils.comm import Grid
+from utils.timeline import communication, span
 
 
 def sliced_dims(model: nn.Module) -> dict[nn.Parameter, int]:
@@ -36,6 +37,7 @@ class TensorParallelGradients:
         self.group = grid.get_group("tp")
 
     @torch.no_grad()
+    @communication
     def sync(self) -> None:
         """Add up the gradients of replicas over tp: each rank's tokens gave a part of them."""
         if self.replicas:
@@ -72,5 +74,6 @@ class GridScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, *args, **kwargs) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)
         for overflow in found.values():
-            dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)
+            with span("communication"):
+                dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)
         return found

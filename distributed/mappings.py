@@ -27,18 +27,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils.timeline import communication
+
 Group = dist.ProcessGroup
 # PyTorch 2.13 renamed them; the old names warn there.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+@communication
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)  # the collective works in place
     dist.all_reduce(x, group=group)
     return x
 
 
+@communication
 def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     size = dist.get_world_size(group)
     x = x.movedim(dim, 0).contiguous()
@@ -47,6 +51,7 @@ def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     return out.movedim(0, dim)
 
 
+@communication
 def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     size = dist.get_world_size(group)
     x = x.movedim(dim, 0).contiguous()
@@ -62,6 +67,7 @@ def _own_chunk(x: Tensor, dim: int, group: Group) -> Tensor:
     return x.narrow(dim, dist.get_rank(group) * length, length).contiguous()
 
 
+@communication
 def _all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
     size = dist.get_world_size(group)
     x = torch.stack(x.chunk(size, split_dim))  # a chunk for each rank

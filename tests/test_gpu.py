@@ -14,6 +14,7 @@ from distributed import mappings
 from distributed.helpers import GridScaler
 from networks.attention import BACKENDS, attention, check_attention
 from tests.helpers import fields, losses, records, resume_here, run_here, tiny_flags, write_data, write_file
+from tests.test_timeline import check_times
 from utils.config_reader import load_config
 from utils.device import EXPANDABLE, allocator_settings, allow_tf32, pick_device
 from utils.launch import World, join
@@ -132,7 +133,7 @@ def test_the_host_waits_for_the_step_before_last_and_not_in_the_loader(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--enable_fused"], ["--enable_fused", "--amp_mode", "fp16"], ["--amp_mode", "bf16"]]
+    "flags", [[], ["--enable_fused"], ["--enable_fused", "--amp_mode", "fp16"], ["--amp_mode", "bf16"], ["--report"]]
 )
 def test_the_loop_adds_no_synchronisation(tiny, monkeypatch, flags):
     """torch raises where the host waits for the device, from iteration 12 to 19: a send of the records lies between.
@@ -346,6 +347,15 @@ def test_a_run_goes_on_from_a_checkpoint(tiny, main, name, flags):
         whole, resumed = resume_here(on_gpu(tiny, "--no_tf32", *flags, "--num_iters", "12"), 4, main, name)
     np.testing.assert_allclose(resumed, whole, rtol=1e-3 if "--amp_mode" in flags else 1e-5)
     assert len(whole) == 8
+
+
+@pytest.mark.parametrize(
+    "main, name, flags", [(train.main, "1GPU", []), (train_mp_graphs.main, "1MP", ["--graph_warmup", "3"])]
+)
+def test_the_times_of_a_run_add_up(tiny, main, name, flags):
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        folder = run_here(on_gpu(tiny, "--report", "--num_iters", "6", *flags), main, name)
+    check_times(folder, epochs=[1, 2, 3])
 
 
 def test_a_save_does_not_wait_for_the_device(device):

@@ -158,6 +158,11 @@ class Config:
     graph_optimizer: bool = _key(False, "record the optimiser, too", chapter=3)
 
     # What is shown
+    report: bool = _key(False, "measure what the run costs, and say what bounds it: tables at the end, and report/")
+    profile: str = _key("none", "profiler of some steps, whose traces go to profile/", choices=("none", "torch"))
+    profile_steps: list[int] = _key((10, 2, 3), "steps to wait, to warm up, and to profile", at_least=0)
+    profile_ranks: str = _key("first", "ranks that write a trace", choices=("first", "all"))
+    tracker: str = _key("none", "where curves go beside TensorBoard", choices=("none", "mlflow"))
     plot_channels: list[str] | None = _key(None, "channels of the validation picture (default: the first one)")
 
     def with_batches(self, data_parallel_size: int) -> "Config":

@@ -174,6 +174,20 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     if config.read_depth is not None and not config.num_data_workers:
         remarks.append("read_depth changes nothing without --num_data_workers")
 
+    for name in ("profile_steps", "profile_ranks"):
+        if getattr(config, name) != FIELDS[name].default and config.profile == "none":
+            remarks.append(f"{name} changes nothing without --profile torch")
+
+    if len(config.profile_steps) != 3 or config.profile_steps[-1] < 1:
+        raise ValueError(
+            f"profile_steps is {list(config.profile_steps)}: it takes three numbers, of steps to wait, to warm up, and "
+            f"to profile, the last of them at least 1"
+        )
+    if config.profile == "torch" and sum(config.profile_steps) > config.num_iters:
+        raise ValueError(
+            f"profile_steps {list(config.profile_steps)} needs {sum(config.profile_steps)} steps, and num_iters is "
+            f"{config.num_iters}: raise it, or wait for less steps"
+        )
     if config.time_limit is not None and config.checkpoint_every is None:
         raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")
     if config.model_backend == "transformer-engine":

@@ -11,10 +11,12 @@ Shapes:  B samples of one iteration on one rank   C channels   H W rows, columns
 
 import contextlib
 import itertools
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -116,6 +118,7 @@ class BatchReader:
         self.readers, self.pairs, self.dt, self.share = readers, pairs, dt, share
         self.read_size = len(range(B)[share])
         self.ring = BatchRing(slots, self.read_size, readers)
+        self.durations: deque[float] = deque(maxlen=1000)  # s, of the last reads
         self.batches = [
             Batch(*map(torch.from_numpy, frames), torch.empty(B), is_shared=share != slice(None))
             for frames in self.ring.frames
@@ -137,14 +140,18 @@ class BatchReader:
         """Carry out a job in this process."""
         self._wait(job)
         frame = self.ring.frames[job.slot][job.part][job.place]
+        start = time.perf_counter()
         self.readers[job.part].read(job.file, job.t, frame, job.request)
+        self.durations.append(time.perf_counter() - start)
 
     def read_in(self, process: ReaderProcess) -> Callable[[Job], None]:
         """Return a function that lets a process carry out a job."""
 
         def read(job: Job) -> None:
             self._wait(job)
+            start = time.perf_counter()
             process.read(*job[:-1])
+            self.durations.append(time.perf_counter() - start)
 
         return read
 
@@ -218,6 +225,18 @@ class Loader:
                 raise
             self.next += 1
             yield batch
+
+    @property
+    def samples_per_sec(self) -> float | None:
+        """What the readers give when nobody keeps them waiting, by the time of their last reads.
+
+        On one data-parallel rank; None where it reads nothing.
+        """
+        durations, reader = list(self.reader.durations), self.reader
+        if not durations:
+            return None
+        reads = reader.read_size * sum(len(frames.requests) for frames in reader.readers)
+        return max(self.depth, 1) * len(reader.batches[0].counts) / (reads * fmean(durations))
 
     def stream_from(self, iteration: int) -> Iterator[Batch]:
         """Return batches without end, from an iteration on."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils.timeline import span
 from utils.token_shard import TokenShard
 
 
@@ -54,5 +55,6 @@ class FrameSharing:
         shares = [self.share(batch, rank) for rank in range(len(self.shards))]
         received = [(share.stop - share.start) * C * mine.shape[0] * mine.shape[1] for share in shares]
         out = frames.new_empty(sum(received))
-        dist.all_to_all_single(out, torch.cat([p.flatten() for p in pieces]), received, sent, group=self.group)
+        with span("communication"):
+            dist.all_to_all_single(out, torch.cat([p.flatten() for p in pieces]), received, sent, group=self.group)
         return out.view(batch, C, *mine.shape)  # shares are in order, and so are the samples

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.loss import relative_l2
+from utils.timeline import span
 
 Total = Callable[[Tensor], Tensor]
 
@@ -85,6 +86,7 @@ class Scores:
         self.sums[3] += count(weighted_acc(forecast, target, self.climatology, self.weights, total=self.total))
         self.sums[4] += count(weighted_rmse(same.to(self.sums.dtype), target, self.weights, total=self.total))
 
+    @span("validation")
     def reduce(self) -> dict[str, float | list[float | None]]:
         """Return the means over all samples of all ranks: `loss`, and `rmse`, `acc`, `persistence` per channel."""
         dist.all_reduce(self.sums, group=self.group)

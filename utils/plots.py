@@ -102,6 +102,18 @@ def grid_figure(sizes: Mapping[str, int], order: str, ranks_per_node: int = 4) -
     return figure
 
 
+def memory_figure(moments: list[float], parts: dict[str, list[int]], title: str) -> Figure:
+    """Draw what is in memory over time, part upon part; `moments` in ms, and the bytes of each part from then on."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.subplots()
+    order = sorted(parts, key=lambda part: min(parts[part]), reverse=True)  # what lasts lies below
+    gigabytes = [np.array(parts[part]) / 2**30 for part in order]
+    axes.stackplot(moments, gigabytes, labels=order, step="post", alpha=0.85)
+    axes.set(xlabel="time [ms]", ylabel="memory [GiB]", title=title, xlim=(0, moments[-1] or None))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, reverse=True)
+    return figure
+
+
 def render(figure: Figure) -> np.ndarray:
     """Return the figure as pixels, uint8 [rows, columns, 3]."""
     canvas = FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""Where the time goes: named ranges, the profiler window, and the speed that the hardware could reach."""
+"""The profiler window, the clock of an epoch, the speed that the hardware could reach, the memory in use."""
 
 import contextlib
 import mmap
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.data_loader import Batch
+from utils.timeline import span
 
 # Dense peaks of one device in TFLOP/s, from the makers' datasheets: (float32, TF32, bfloat16 and float16).
 DATASHEET_TFLOPS = {
@@ -41,7 +42,8 @@ class EpochClock:
         """Yield `count` batches of `reader`."""
         for done in range(count):
             asked = time.perf_counter()
-            batch = next(reader)
+            with span("data wait"):
+                batch = next(reader)
             if done == 0:
                 self.first_batch = time.perf_counter()
             else:
@@ -62,20 +64,6 @@ class EpochClock:
     def wait_fraction(self) -> float:
         """The share of the time after the first batch that was spent waiting for batches."""
         return self.waited / (self.end - self.first_batch)
-
-
-@contextlib.contextmanager
-def span(name: str) -> Iterator[None]:
-    """Name a range of the timeline: NVTX for Nsight Systems, `record_function` for torch.profiler."""
-    nvtx = torch.cuda.is_available()
-    if nvtx:
-        torch.cuda.nvtx.range_push(name)
-    try:
-        with torch.profiler.record_function(name):
-            yield
-    finally:
-        if nvtx:
-            torch.cuda.nvtx.range_pop()
 
 
 def profiler_window(epoch: int, rank: int) -> contextlib.AbstractContextManager:
@@ -173,19 +161,24 @@ class MemoryWatch:
             if self.device.type == "cuda" or self.activations is None:
                 self.activations = self.after_forward - self.before_forward
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that live longer than a step, by part."""
+        moments = (value for state in self.optimizer.state.values() for value in state.values())
+        return {
+            "weights": [*self.model.parameters(), *self.model.buffers()],
+            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+            "optimizer": [value for value in moments if isinstance(value, Tensor)],
+        }
+
     def parts(self) -> dict[str, float]:
         """Return the memory of each part in GiB; on a CPU, activations and peak are what the process grew to.
 
         Activations are what the first forward pass leaves for the backward pass. `cached` is what a GPU's allocator
         holds beyond the tensors.
         """
-        moments = (value for state in self.optimizer.state.values() for value in state.values())
-        tensors = {
-            "weights": [*self.model.parameters(), *self.model.buffers()],
-            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
-            "optimizer": [value for value in moments if isinstance(value, Tensor)],
+        parts = {
+            name: sum(t.numel() * t.element_size() for t in tensors) / 2**30 for name, tensors in self.tensors().items()
         }
-        parts = {name: sum(t.numel() * t.element_size() for t in ts) / 2**30 for name, ts in tensors.items()}
         parts |= {"activations": self.activations or 0.0, "peak": peak_memory_gb(self.device)}
         if self.device.type == "cuda":
             reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)

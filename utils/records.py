@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.checkpoint import sync_folder
+from utils.timeline import span
 
 KEPT_ON_DEVICE = 10  # iterations whose values travel together
 
@@ -44,9 +45,10 @@ class StepRecords:
             # A sum over ranks may be rounded by its place in the tensor: an iteration has its own place, always.
             places = [(i - 1) % KEPT_ON_DEVICE for i in iterations]
             losses, norms = _in_places(places, losses), _in_places(places, norms)
-            dist.all_reduce(losses)
-            # Equal on all ranks but with --noddp: then the largest counts, so that all ranks judge alike.
-            dist.all_reduce(norms, op=dist.ReduceOp.MAX)
+            with span("communication"):
+                dist.all_reduce(losses)
+                # Equal on all ranks but with --noddp: then the largest counts, so that all ranks judge alike.
+                dist.all_reduce(norms, op=dist.ReduceOp.MAX)
             on_host = torch.stack([losses / self.ranks, norms.to(losses.dtype)]).to("cpu", non_blocking=True)
             copied = torch.cuda.Event() if losses.is_cuda else None
             if copied:

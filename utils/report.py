@@ -4,22 +4,22 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import matplotlib.image
 import torch
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 
 from utils.config import Config
+from utils.curves import Curves
 from utils.device import allocator_settings
 from utils.launch import Ended, World
 from utils.logging_utils import close_log, open_log
 from utils.plots import forecast_figure, render
 from utils.profiling import peak_flops
 from utils.records import cut_records, to_json
+from utils.timeline import span
 from utils.weather_data import WeatherData
 
 
@@ -38,8 +38,7 @@ class Report:
         self.handlers = open_log(folder / "out.log")
         self.records: BinaryIO | None = None
         self.unwritten, self.lock = b"", threading.Lock()  # lines that the disk has not taken; two threads write
-        self.board: SummaryWriter | None = None
-        self.is_board_broken = False
+        self.curves: Curves | None = None
         self.last: dict[str, Any] = {}  # the record of the last epoch
 
     def open_records(self, iteration: int, epochs: int) -> None:
@@ -50,36 +49,22 @@ class Report:
             # A validation whose checkpoint was not written: its scores are on the board at the last step that counts.
             is_redone = any(event["event"] == "epoch" and event["iteration"] == iteration for event in void)
         self.records = path.open("ab", buffering=0)
-        self.board = SummaryWriter(self.folder / "logs", purge_step=iteration + (not is_redone) if iteration else None)
+        self.curves = Curves(self.folder, self.config, iteration + (not is_redone) if iteration else None)
         if is_redone:
             self._plot_step(next(event for event in reversed(kept) if event["event"] == "step"))
 
     def sync(self) -> None:
         """Bring all records up to here to the disk. Raises OSError where it does not take them."""
-        if self.is_board_broken:
-            self.board, self.is_board_broken = SummaryWriter(self.folder / "logs"), False
-        with self._if_there_is_room():
-            self.board.flush()
+        self.curves.flush()
         self._write_lines()
         os.fsync(self.records.fileno())
-
-    @contextlib.contextmanager
-    def _if_there_is_room(self) -> Iterator[None]:
-        """Let training go on where its curves and pictures cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            if not self.is_board_broken:
-                logging.warning("Curves and pictures are not written (%s): training goes on", error)
-            self.is_board_broken = True  # its thread has ended, and each call fails from now on
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the files; out.log gets the error that ends the run."""
         if self.records is not None:
             self.records.close()
-        if self.board is not None:
-            with self._if_there_is_room():
-                self.board.close()
+        if self.curves is not None:
+            self.curves.close("FINISHED" if error is None else "KILLED" if isinstance(error, Ended) else "FAILED")
         terminal, file = self.handlers
         close_log([terminal])
         if error is not None and not isinstance(error, Ended):
@@ -122,25 +107,22 @@ class Report:
         self._plot_step(record)
 
     def _plot_step(self, record: dict[str, Any]) -> None:
-        iteration = record["iteration"]
-        with self._if_there_is_room():
-            self.board.add_scalar("Loss/step", record["loss"], iteration)
-            self.board.add_scalar("Gradient norm", record["grad_norm"], iteration)
-            self.board.add_scalar("Learning Rate", record["lr"], iteration)
+        names = {"Loss/step": "loss", "Gradient norm": "grad_norm", "Learning Rate": "lr"}
+        self.curves.scalars({name: record[key] for name, key in names.items()}, record["iteration"])
 
+    @span("logging")
     def speed(self, summary: dict[str, Any], seconds: float, iterations: int, after_forward: float) -> None:
         """Log how fast the iterations of an epoch were, and their loss."""
         at, rate = summary["iteration"], summary["samples_per_sec"]
         if iterations:
             logging.info("Time taken for epoch %i is %f sec, avg %f samples/sec", summary["epoch"], seconds, rate)
-            with self._if_there_is_room():
-                self.board.add_scalar("Avg iters per sec", iterations / seconds, at)
-                self.board.add_scalar("Avg samples per sec", rate, at)
+            self.curves.scalars({"Avg iters per sec": iterations / seconds, "Avg samples per sec": rate}, at)
         logging.info("  Avg train loss=%f", summary["train_loss"])
         logging.info(" Memory usage after forward pass: %f GB.", after_forward)
         parts = summary["memory_gb"].items()
         logging.info("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
 
+    @span("logging")
     def validation(
         self,
         summary: dict[str, Any],
@@ -163,20 +145,12 @@ class Report:
         self.write(self.last)
         logging.info("  Avg val loss={}".format(scores["loss"]))
         logging.info("  Total validation time: {} sec".format(seconds))
-        with self._if_there_is_room():
-            self.board.add_scalar("Loss/train", summary["train_loss"], at)
-            self._show(scores, at)
-            self._draw(example, at)
-            self.board.flush()
-
-    def _show(self, scores: dict[str, Any], at: int) -> None:
-        names = self.data.out_names
-        self.board.add_scalar("Loss/valid", scores["loss"], at)
+        curves = {"Loss/train": summary["train_loss"], "Loss/valid": scores["loss"]}
         for name, rmse, acc in zip(names, scores["rmse"], scores["acc"]):
-            self.board.add_scalar(f"RMSE({name})/valid", rmse, at)
-            self.board.add_scalar(f"ACC_timemean({name})/valid", acc, at)
-        if self.last["mfu"]:
-            self.board.add_scalar("MFU", self.last["mfu"], at)
+            curves |= {f"RMSE({name})/valid": rmse, f"ACC_timemean({name})/valid": acc}
+        self.curves.scalars(curves | ({"MFU": self.last["mfu"]} if self.last["mfu"] else {}), at)
+        self._draw(example, at)
+        self.curves.flush()
 
     def write(self, event: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl. What the disk does not take waits, and no checkpoint counts meanwhile."""
@@ -191,9 +165,8 @@ class Report:
                 self.unwritten = self.unwritten[self.records.write(self.unwritten) :]
 
     def _draw(self, example: tuple[Tensor, Tensor, Tensor], iteration: int) -> None:
-        """Write `pictures/<channel>.png`, the latest, and keep all of them in TensorBoard."""
+        """Write `pictures/<channel>.png`, the latest, and keep all of them with the curves."""
         data, (inp, target, forecast) = self.data, example
-        (self.folder / "pictures").mkdir(exist_ok=True)
         file, t = data.valid_pairs[0]
         for c in data.plot_channels:
             name, origin = data.out_names[c], data.origins[c]
@@ -205,8 +178,20 @@ class Report:
             title = f"{name}, {data.valid_files.date(file, t)} + {data.hours}, after {iteration} iterations"
             figure = forecast_figure(fields, data.latitude, data.longitude, name, data.units[c], title)
             pixels = render(figure)
-            matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
-            self.board.add_image(f"Visualization, {name}", pixels, iteration, dataformats="HWC")
+            with self.curves.if_there_is_room():
+                (self.folder / "pictures").mkdir(exist_ok=True)
+                matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
+            self.curves.image(f"Visualization, {name}", pixels, iteration)
+
+    def costs(self, record: dict[str, Any]) -> None:
+        """Record what an epoch cost: its time by part, or what it took of the machine."""
+        self.write(record)
+        if record["event"] == "time":
+            curves = {f"Time, {part} [s]": seconds for part, seconds in record["seconds"].items()}
+        else:
+            names = set(record) - {"event", "epoch", "iteration", "seconds"}
+            curves = {f"System, {name}": record[name] for name in sorted(names)}
+        self.curves.scalars(curves, record["iteration"])
 
     def result(self) -> None:
         """Log the last validation, channel by channel."""

@@ -1,18 +1,19 @@
 """One run: where it stands, what it records, when it saves and stops. What every run needs beside the lesson."""
 
+import contextlib
 import dataclasses
 import logging
 import math
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from utils import checkpoint
@@ -21,11 +22,15 @@ from utils.checkpointer import Checkpointer
 from utils.config import Config, interval, seconds
 from utils.data_loader import Batch
 from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_agree, share_error
+from utils.model_summary import summarise
 from utils.nonfinite import NonfiniteGuard
 from utils.profiling import EpochClock, MemoryWatch, peak_memory_gb, profiler_window
 from utils.records import StepRecords
+from utils.run_costs import RunCosts
 from utils.run_folder import RunFolder, open_run_folder
 from utils.stop import StopRequests
+from utils.timeline import span
+from utils.torch_profile import TorchProfile
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
@@ -36,7 +41,7 @@ class Run:
     Losses stay on the device and travel to the host a few at a time: the loop never waits for the step in progress.
 
     Args:
-        flops: floating point operations of one forward pass on one sample.
+        build_model: makes of configuration and data the model as it is on one device.
         name: the folder of the run that tells its size; `<ranks>GPU` by default.
     """
 
@@ -46,10 +51,11 @@ class Run:
         world: World,
         device: torch.device,
         data: WeatherData,
-        flops: int,
+        build_model: Callable[[Config, WeatherData], nn.Module],
         name: str | None = None,
     ):
         self.config, self.world, self.device, self.data = config, world, device, data
+        self.layers = summarise(build_model, config, data)
         self.iteration = 0  # optimiser steps done
         self.epochs = 0  # epochs done, validation included
         self.steps = StepRecords(world.size)
@@ -60,13 +66,15 @@ class Run:
         self.is_first_epoch = True  # of this process
         self.report = None  # a Report, on rank 0
         self.checkpointer: Checkpointer | None = None
+        self.costs: RunCosts | None = None
+        self.profile: TorchProfile | None = None
         found: list[RunFolder | None] = [None]
         with all_ranks_agree():
             if world.rank == 0:
                 from utils.report import Report  # Matplotlib and TensorBoard: thousands of ranks need not read them
 
                 found[0], self.lock = open_run_folder(config, name or f"{world.size}GPU")
-                self.report = Report(found[0].path, config, world, device, data, flops)
+                self.report = Report(found[0].path, config, world, device, data, self.layers[0].flops)
         dist.broadcast_object_list(found)
         (self.found,) = found
         self.folder = self.found.path
@@ -79,9 +87,18 @@ class Run:
         if self.checkpointer and together:
             self.requests.close()
             self.checkpointer.wait()
+        if self.profile:
+            self.profile.close()
+        if self.costs:
+            if together and kind:
+                self.costs.record(self.epochs + 1, self.iteration)
+            self.costs.close()
         if self.report:
             if kind is None:
                 self.report.result()
+            if self.costs and together:
+                self.costs.show()
+            if kind is None:
                 self.log("DONE ---- rank %d", self.world.rank)
             self.report.close(error)
             self.lock.close()
@@ -117,6 +134,14 @@ class Run:
             self._plan_checkpoints(resumed)
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
         self.memory = MemoryWatch(state.model, state.optimizer, self.device)
+        if self.config.report:
+            self.costs = RunCosts(
+                self.config, self.world, self.device, self.data, state.model, self.memory, self.layers, self.iteration,
+                self.report,
+            )  # fmt: skip
+        if self.config.profile == "torch" and (self.report or self.config.profile_ranks == "all"):
+            folder, steps = self.folder / "profile", tuple(self.config.profile_steps)
+            self.profile = TorchProfile(folder, self.world.rank, self.device, steps, self.memory.tensors)
 
     def _resume(self) -> Path:
         """Take the state from the newest checkpoint that can be read, and return its folder."""
@@ -174,8 +199,9 @@ class Run:
         bar = tqdm(total=left, desc=f"epoch {epoch + 1}", leave=False, disable=None if self.report else True)
         with bar, profiler_window(epoch + 1, self.world.rank):
             reader = loader.epoch(epoch, self.iteration - epoch * len(loader))
-            for batch in clock.batches(reader, left):
-                yield batch
+            for done, batch in enumerate(clock.batches(reader, left), 1):
+                with self._profiled(is_last=done == left):
+                    yield batch
                 bar.update()
             self._write_steps(self.steps.flush())
         clock.stop()
@@ -188,6 +214,7 @@ class Run:
             # A run that was stopped between an epoch and its validation has no speed to tell.
             "samples_per_sec": left * self.config.global_batch_size / clock.total if left else None,
             "data_wait_frac": clock.wait_fraction if left else None,
+            "first_iteration_sec": clock.first_end - clock.start if left else None,
             "memory_gb": self.memory.parts(),
         }
         if self.report:
@@ -196,6 +223,19 @@ class Run:
             first, rest = clock.first_end - clock.start, (clock.end - clock.first_end) / max(left - 1, 1)
             self.log("  First iteration: %f sec, those after it: %f sec each", first, rest)
             self.is_first_epoch = False
+
+    @contextlib.contextmanager
+    def _profiled(self, is_last: bool) -> Iterator[None]:
+        """Profile a step, if asked to; for the report the last one of an epoch, which has long warmed up."""
+        is_free = self.profile is None or not self.profile.is_at_work
+        with (
+            self.costs.step
+            if self.costs and self.costs.wants_step and is_last and is_free
+            else contextlib.nullcontext()
+        ):
+            yield
+        if self.profile:
+            self.profile.step()
 
     def after_step(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Count an iteration, keep its loss (mean over this rank's samples) and gradient norm, save if it is time.
@@ -213,10 +253,11 @@ class Run:
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yield all validation batches. A signal stops the run here, too: it will then validate when it is resumed."""
-        for batch in self.data.valid_loader.epoch():
-            yield batch
-            if self.checkpointer is not None:
-                self._stop_if_asked()
+        with span("validation"):  # until the last batch is done
+            for batch in self.data.valid_loader.epoch():
+                yield batch
+                if self.checkpointer is not None:
+                    self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
         stop, save = self.requests.agree()
@@ -229,6 +270,7 @@ class Run:
             self.log("Stopped: --resume auto goes on from here, or --resume %s", self.folder)
             raise Ended(STOPPED)
 
+    @span("checkpoint")
     def _save(self) -> None:
         """Begin a checkpoint, after all losses up to here are known to be finite."""
         self._write_steps(self.steps.flush())
@@ -252,12 +294,14 @@ class Run:
         self.checkpointer.save(info)
         self.is_due = False
 
+    @span("checkpoint")
     def _forget_lost_best(self) -> None:
         """Where the best checkpoint could not be written, the one before is the best: it is still there."""
         self.checkpointer.wait()
         if self.checkpointer.failed and self.checkpointer.failed == self.best["name"]:
             self.best = self.best_before
 
+    @span("checkpoint")
     def _wait_for_save(self) -> None:
         """Wait for the last checkpoint of a run. Raises Ended where it could not be written."""
         self.checkpointer.wait()
@@ -265,6 +309,7 @@ class Run:
             self.log("The last checkpoint was not written: make room, and go on from an older one with --resume auto")
             raise Ended(NOT_SAVED)
 
+    @span("logging")
     def _write_steps(self, steps: list[dict[str, Any]]) -> None:
         """Write the records of iterations. Raises Refused, on all ranks, where training broke down."""
         for step in steps:
@@ -280,13 +325,17 @@ class Run:
         self.guard.check_validation(scores["loss"])
         if self.report:
             self.summary["peak_memory_gb"] = peak_memory_gb(self.device)
+            self.summary["valid_samples_per_sec"] = scores["samples"] / duration
+            reading = self.data.train_loader.samples_per_sec
+            self.summary["loader_samples_per_sec"] = reading and reading * self.data.num_shards
             self.report.validation(self.summary, scores, example, duration)
         self.epoch_losses = []
         self.epochs += 1
+        told = [scores["loss"]]
+        with span("logging"):  # the others wait for rank 0, which draws
+            dist.broadcast_object_list(told)  # its last digit may differ from rank to rank, and all must save alike
         if self.checkpointer is not None:
             self._forget_lost_best()
-        told = [scores["loss"]]
-        dist.broadcast_object_list(told)  # its last digit may differ from rank to rank, and all must save alike
         is_best = self.best["loss"] is None or told[0] < self.best["loss"]
         if is_best:
             self.best_before = self.best
@@ -296,3 +345,5 @@ class Run:
                 self._save()
             if self.should_stop:
                 self._wait_for_save()
+        if self.costs:
+            self.costs.record(self.epochs, self.iteration)

@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.compiler import check_compiler
 from utils.config import Config
 from utils.device import allow_tf32, pick_device
+from utils.system_watch import check_psutil
+from utils.tracker import check_tracker
 
 
 def prepare(config: Config, local_rank: int) -> torch.device:
@@ -21,6 +23,9 @@ def prepare(config: Config, local_rank: int) -> torch.device:
     limit_waits(config.longest_wait)
     device = pick_device(config.device, local_rank, config.expandable_segments)
     check_compiler(config, device)
+    check_tracker(config.tracker)
+    if config.report:
+        check_psutil()
     allow_tf32(config.tf32)
     return device
 

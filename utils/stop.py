@@ -8,6 +8,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from utils.timeline import communication
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -51,6 +53,7 @@ class StopRequests:
         self.pending = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group, async_op=True), said
         return stop, save
 
+    @communication
     def _answer(self) -> tuple[bool, bool]:
         if self.pending is None:
             return False, False

@@ -1,0 +1,351 @@
+"""The tutorial's optimisations, one after another and each alone: what does each bring on this machine?
+
+    python benchmarks/ladder.py --config=demo                                 all that this machine can do
+    python benchmarks/ladder.py --config=base --depth=2 --rungs bf16 compile  some of it; flags of train.py go along
+    python benchmarks/ladder.py --config=base --nproc 4                       on up to 4 ranks: torchrun, in a job srun
+
+Each rung is a run in a process of its own: two epochs, of which the second counts. All rungs run once, then all once
+more, `--repeats` times: a machine that slows down meanwhile slows all of them. A gain is the median of the ratios to
+the rung below, each within one round. It is noise where these ratios lie on both sides of 1, or nearer to 1 than those
+of the baseline to itself. What the machine cannot do is skipped, with the reason.
+
+Writes ladder.json, ladder.md, ladder.png and ladder.html (all in one page) to `--out`. Interrupted, the same command
+goes on where it stopped.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks import ladder_report  # noqa: E402
+from benchmarks.record import device_name  # noqa: E402
+from utils.config_reader import load_config  # noqa: E402
+
+EPOCHS = 2
+GRAPH_WARMUP = 4
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A run, and the one below it: what it is compared with.
+
+    Args:
+        table: where it stands in the report.
+        flags: on top of the configuration's.
+        batch: samples of a step, over all ranks.
+        needs: of the machine, a key of MISSING.
+    """
+
+    table: str
+    name: str
+    flags: tuple[str, ...]
+    batch: int
+    below: str | None = None
+    script: str = "train.py"
+    ranks: int = 1
+    needs: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.table}: {self.name}"
+
+
+# The baseline has none of what the rungs switch on.
+PLAIN = (
+    "--num_data_workers=0", "--read_depth=None", "--data_loader_config=pytorch", "--no_tf32", "--amp_mode=none",
+    "--no_enable_fused", "--no_enable_jit", "--attention=math", "--activation_checkpoint=none", "--mlp_chunks=1",
+    "--accumulation_steps=1",
+)  # fmt: skip
+WORKERS = ("--num_data_workers=4",)
+STEPS = {  # in the order of the tutorial
+    "workers": WORKERS,
+    "prefetch": (*WORKERS, "--read_depth=16"),
+    "TF32": ("--tf32",),
+    "attention": ("--attention=auto",),
+    "fused": ("--enable_fused",),
+    "bf16": ("--amp_mode=bf16",),
+    "compile": ("--enable_jit",),
+}
+ALONE = {
+    **STEPS,
+    "DALI": (*WORKERS, "--data_loader_config=dali"),
+    "fp16": ("--amp_mode=fp16",),
+    "checkpoint blocks": ("--activation_checkpoint=block",),
+    "checkpoint MLPs": ("--activation_checkpoint=mlp",),
+    "chunks": ("--mlp_chunks=4",),
+}
+NEEDS = {"TF32": "TF32", "fp16": "fp16"}
+GRAPHS = ("--graph_warmup=4",)
+MISSING = {
+    "a GPU": "no GPU here",
+    "2 GPUs": "needs two GPUs or more",
+    "TF32": "needs an NVIDIA GPU with tensor cores (Ampere or later)",
+    "fp16": "a CPU only imitates fp16, many times slower",
+}
+
+
+def lacks(needs: str | None) -> str | None:
+    """Return what the machine has not, in words; None where it has it."""
+    gpus = torch.cuda.device_count()
+    has_tf32 = gpus > 0 and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
+    there = {None: True, "a GPU": gpus > 0, "2 GPUs": gpus > 1, "TF32": has_tf32, "fp16": gpus > 0}
+    return None if there[needs] else MISSING[needs]
+
+
+def all_rungs(nproc: int, batch: int) -> list[Rung]:
+    """Return all rungs, each after the one below it; `batch` is that of a step on one rank."""
+    rungs = [Rung("steps", "baseline", PLAIN, batch), Rung("steps", "the same again", PLAIN, batch, "steps: baseline")]
+    flags, below = PLAIN, "steps: baseline"
+    for name, more in STEPS.items():
+        flags = (*flags, *more)
+        rungs.append(Rung("steps", f"+ {name}", flags, batch, below, needs=NEEDS.get(name)))
+        below = rungs[-1].key
+    rungs.append(Rung("steps", "+ graphs", (*flags, *GRAPHS), batch, below, "train_mp_graphs.py", needs="a GPU"))
+    for name, more in ALONE.items():
+        rungs.append(Rung("alone", name, (*PLAIN, *more), batch, "steps: baseline", needs=NEEDS.get(name)))
+    if nproc == 1:
+        return rungs
+
+    counts = [2**i for i in range(nproc.bit_length()) if 2**i < nproc] + [nproc]
+    for table, grows in (("weak scaling", True), ("strong scaling", False)):
+        for n in counts:
+            first = f"{table}: 1 rank" if n > 1 else None
+            name = "1 rank" if n == 1 else f"{n} ranks"
+            rungs.append(Rung(table, name, flags, batch * n if grows else batch, first, ranks=n))
+    ddp = f"weak scaling: {nproc} ranks"
+    for name, more in {
+        "one bucket": ("--bucket_cap_mb=1048576",),  # gradients leave when the backward pass is over
+        "buckets of 1 MiB": ("--bucket_cap_mb=1",),
+        "no broadcast of buffers": ("--disable_broadcast_buffers",),
+        "no gradients sent": ("--noddp",),
+    }.items():
+        rungs.append(Rung("data parallel", name, (*flags, *more), batch * nproc, ddp, ranks=nproc))
+    script = "benchmarks/data_parallel.py"
+    rungs.append(Rung("data parallel", "DataParallel", flags, batch * nproc, ddp, script, needs="2 GPUs"))
+
+    tp, cp = f"--tensor_parallel={nproc}", f"--context_parallel={nproc}"
+    grids = {
+        "1 rank": (),
+        f"tp {nproc}": (tp,),
+        f"tp {nproc}, no sequence parallelism": (tp, "--no_sequence_parallel"),
+        f"cp {nproc}": (cp,),
+        f"cp {nproc}, Ulysses": (cp, "--cp_attention=ulysses"),
+    }
+    if nproc % 4 == 0:
+        both = ("--tensor_parallel=2", f"--context_parallel={nproc // 2}")
+        grids |= {
+            f"tp 2 x cp {nproc // 2}, {order}": (*both, f"--parallel_order={order}")
+            for order in ("tp-cp-dp", "cp-tp-dp")
+        }
+    for name, more in grids.items():
+        one = "model parallel: 1 rank" if more else None
+        ranks = nproc if more else 1
+        rungs.append(Rung("model parallel", name, (*flags, *more), batch, one, "train_mp.py", ranks))
+    return rungs
+
+
+def launch(rung: Rung) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a rung and its environment: torchrun here, srun inside a job."""
+    in_job = "SLURM_JOB_ID" in os.environ and shutil.which("srun")
+    script = [sys.executable, rung.script]
+    if in_job:
+        command = ["srun", "--export=ALL", f"--ntasks={rung.ranks}", *script]
+    elif rung.ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={rung.ranks}"]
+        command = [sys.executable, *torchrun, rung.script]
+    else:
+        command = script
+    threads = max(len(os.sched_getaffinity(0)) // rung.ranks, 1)
+    return command, {"OMP_NUM_THREADS": str(threads)} | dict(os.environ)
+
+
+def run(rung: Rung, flags: list[str], iterations: int, folder: Path, limit: float) -> dict[str, Any]:
+    """Train, and return what the run recorded; {"skipped": reason} where the machine cannot do it."""
+    if missing := lacks(rung.needs):
+        return {"skipped": missing}
+    shutil.rmtree(folder, ignore_errors=True)
+    command, env = launch(rung)
+    samples = [f"--limit_nsamples={iterations * rung.batch}", f"--limit_nsamples_val={rung.batch}"]
+    size = ["--local_batch_size=None", f"--global_batch_size={rung.batch}", f"--num_iters={EPOCHS * iterations}"]
+    more = ["--checkpoint_every=None", "--resume=none", f"--expdir={folder}"]
+    try:
+        done = subprocess.run(
+            [*command, *flags, *rung.flags, *size, *samples, *more],
+            cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"skipped": f"not done after {limit / 60:g} minutes"}
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error:" in line or "Error" in line]
+        return {"skipped": (errors or done.stderr.strip().splitlines() or ["no message"])[-1][-300:]}
+    (path,) = folder.glob("*/*/*/metrics.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    first, last = (event for event in events if event["event"] == "epoch")
+    shutil.rmtree(folder)
+    seconds = rung.batch / last["samples_per_sec"]
+    return {
+        "samples_per_sec": last["samples_per_sec"],
+        "memory_gb": last["peak_memory_gb"],
+        "mfu": last["mfu"],
+        "data_wait_frac": last["data_wait_frac"],
+        "first_iteration_sec": first["first_iteration_sec"],
+        "iteration_sec": seconds,
+        "losses": [event["loss"] for event in events if event["event"] == "step"],
+    }
+
+
+class Runs:
+    """The runs of a ladder, each on the disk when it is done.
+
+    Raises ValueError where the folder holds those of another ladder.
+    """
+
+    def __init__(self, path: Path, setup: dict[str, Any]):
+        self.path, self.done = path, {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            found, *lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            if found != setup:
+                changed = ", ".join(name for name in setup if found.get(name) != setup[name])
+                raise ValueError(f"{path} is of another ladder ({changed} changed): give another --out, or --fresh")
+            self.done = {(line["rung"], line["round"]): line for line in lines}
+        else:
+            path.write_text(json.dumps(setup) + "\n")
+
+    def add(self, rung: Rung, number: int, result: dict[str, Any]) -> None:
+        line = {"rung": rung.key, "round": number, **result}
+        self.done[rung.key, number] = line
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def of(self, rung: Rung) -> list[dict[str, Any]]:
+        """Return those of a rung, round by round."""
+        return [line for (key, _), line in sorted(self.done.items(), key=lambda item: item[0][1]) if key == rung.key]
+
+
+def gains(runs: Runs, rung: Rung, below: Rung) -> list[float]:
+    """Return the ratios of speed to the rung below, round by round."""
+    pairs = zip(runs.of(rung), runs.of(below))
+    return [a["samples_per_sec"] / b["samples_per_sec"] for a, b in pairs if "losses" in a and "losses" in b]
+
+
+def loss_change(runs: Runs, rung: Rung, baseline: Rung) -> float | None:
+    """Return the largest relative difference of a loss from the baseline's, where both see the same batches."""
+    if rung.batch != baseline.batch:
+        return None
+    a, b = runs.of(rung)[0]["losses"], runs.of(baseline)[0]["losses"]
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def evaluate(rungs: list[Rung], runs: Runs) -> list[dict[str, Any]]:
+    """Return what the report tells of each rung: medians, and ranges over the rounds."""
+    by_key = {rung.key: rung for rung in rungs}
+
+    def below(rung: Rung) -> Rung | None:
+        """The next rung below that this machine could do."""
+        under = by_key.get(rung.below)
+        return below(under) if under and any("skipped" in result for result in runs.of(under)) else under
+
+    baseline = by_key["steps: baseline"]
+    again = gains(runs, by_key["steps: the same again"], baseline)
+    noise = max((abs(ratio - 1) for ratio in again), default=0.0)
+    rows = []
+    for rung in rungs:
+        results = runs.of(rung)
+        row = {"table": rung.table, "name": rung.name, "ranks": rung.ranks, "batch": rung.batch, "script": rung.script}
+        row["flags"] = " ".join(rung.flags)
+        failed = next((result["skipped"] for result in results if "skipped" in result), None)
+        if failed or not results:
+            rows.append(row | {"skipped": failed or "not run"})
+            continue
+        speeds = [result["samples_per_sec"] for result in results]
+        row |= {"samples_per_sec": statistics.median(speeds), "range": [min(speeds), max(speeds)]}
+        for name in ("memory_gb", "mfu", "data_wait_frac"):
+            row[name] = statistics.median(result[name] for result in results)
+        # What compiles does so in the first iteration.
+        row["compile_sec"] = statistics.median(r["first_iteration_sec"] - r["iteration_sec"] for r in results)
+        if "losses" in runs.of(baseline)[0]:
+            row["loss_change"] = loss_change(runs, rung, baseline)
+        if (under := below(rung)) and (ratios := gains(runs, rung, under)):
+            low, gain, high = min(ratios), statistics.median(ratios), max(ratios)
+            row |= {"below": under.name, "gain": gain, "gain_range": [low, high]}
+            row["is_noise"] = low <= 1 <= high or abs(gain - 1) <= noise
+        rows.append(row)
+    return rows
+
+
+def chosen(rungs: list[Rung], names: list[str] | None) -> list[Rung]:
+    """Return the baseline, the rungs that have one of the names in theirs, and those that they are compared with.
+
+    Raises ValueError for a name that no rung has.
+    """
+    if names is None:
+        return rungs
+    for name in names:
+        if not any(name.lower() in rung.key.lower() for rung in rungs):
+            raise ValueError(f"no rung is called {name!r}: take words of {', '.join(rung.key for rung in rungs)}")
+    by_key = {rung.key: rung for rung in rungs}
+    keep = {rung.key for rung in rungs[:2]}  # the baseline, and its noise
+    for rung in rungs:
+        if any(name.lower() in rung.key.lower() for name in names):
+            keep.add(rung.key)
+            while rung.below and lacks((rung := by_key[rung.below]).needs):
+                pass
+            keep.add(rung.key)
+    return [rung for rung in rungs if rung.key in keep]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--rungs", nargs="+", help="words of the rungs to run, such as bf16 compile; default: all")
+    parser.add_argument("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="ranks, at the most")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=9, help="of an epoch")
+    parser.add_argument("--minutes", type=float, default=20, help="a run that takes longer is skipped")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/ladder_<section>")
+    parser.add_argument("--fresh", action="store_true", help="forget the runs of an interrupted ladder")
+    parser.add_argument("--update_readme", action="store_true", help="rewrite this ladder's table in README.md")
+    args, flags = parser.parse_known_args(argv)
+    config = load_config(flags)[0].with_batches(1)
+    out = args.out or ROOT / f"benchmarks/results/ladder_{config.config}"
+    rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
+    setup = {"flags": flags, "iterations": args.iterations, "device": device_name(), "torch": torch.__version__}
+    path = out / "runs.jsonl"
+    if args.fresh:
+        path.unlink(missing_ok=True)
+    runs = Runs(path, setup)
+    for number in range(args.repeats):
+        for rung in rungs:
+            if (rung.key, number) in runs.done:
+                continue
+            before = runs.of(rung)
+            if before and "skipped" in before[0]:  # it will not be able to the next time either
+                continue
+            result = run(rung, flags, args.iterations, out / "runs", 60 * args.minutes)
+            runs.add(rung, number, result)
+            told = result.get("skipped") or f"{result['samples_per_sec']:.2f} samples/s"
+            print(f"{number + 1}/{args.repeats}  {rung.key:50} {told}", flush=True)
+    rows = evaluate(rungs, runs)
+    ladder_report.write(out, rows, setup | {"repeats": args.repeats, "config": config.config})
+    print(ladder_report.markdown(rows))
+    if args.update_readme:
+        ladder_report.update(ROOT / "README.md", config.config, rows)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"ladder.py: error: {error}")

@@ -1,0 +1,138 @@
+"""What benchmarks/ladder.py found: as tables, as a picture, as one page, and in the README."""
+
+import base64
+import html
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks.record import write_record
+
+TITLES = {
+    "steps": "One after another",
+    "alone": "Each alone, over the baseline",
+    "weak scaling": "Weak scaling: each rank has the batch of one",
+    "strong scaling": "Strong scaling: one batch, shared out",
+    "data parallel": "Data parallelism",
+    "model parallel": "Model parallelism: the same model and batch",
+}
+HEAD = ["rung", "samples/s", "gain", "range", "memory GiB", "MFU", "data wait", "first iteration s", "loss change"]
+Row = dict[str, Any]
+
+
+def cells(row: Row) -> list[str]:
+    """Return a line of a table; what is not known is empty."""
+    if "skipped" in row:
+        return [row["name"], "skipped: " + row["skipped"].replace("|", "/")]
+    gain, span = "", ""
+    if "gain" in row:
+        gain = f"{row['gain']:.2f}" + (", noise" if row["is_noise"] else "")
+        span = "{:.2f} to {:.2f}".format(*row["gain_range"])
+    change = row.get("loss_change")
+    return [
+        row["name"],
+        f"{row['samples_per_sec']:.4g}",
+        gain,
+        span,
+        f"{row['memory_gb']:.2f}",
+        f"{row['mfu']:.1%}" if row["mfu"] else "",
+        f"{row['data_wait_frac']:.1%}",
+        f"{row['compile_sec']:.1f}",
+        "" if change is None else f"{change:.0e}" if change else "none",
+    ]
+
+
+def tables(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield the title of each table and its rows."""
+    for table, title in TITLES.items():
+        found = [row for row in rows if row["table"] == table]
+        if found:
+            yield title, found
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return all tables in Markdown."""
+    parts = []
+    for title, found in tables(rows):
+        lines = [f"**{title}**", "", "| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+        for row in found:
+            line = cells(row)
+            lines.append("| " + " | ".join(line + [""] * (len(HEAD) - len(line))) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def picture(rows: list[Row], title: str) -> Figure:
+    """Draw the speed of each rung as a bar, with its range; noise is pale."""
+    shown = [(name, [row for row in found if "skipped" not in row]) for name, found in tables(rows)]
+    shown = [(name, found) for name, found in shown if found]
+    heights = [len(found) + 1.5 for _, found in shown]
+    figure = Figure(figsize=(9, 0.32 * sum(heights) + 0.6), layout="constrained")
+    for axes, (name, found) in zip(figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False).flat, shown):
+        speeds = [row["samples_per_sec"] for row in found]
+        errors = [[abs(row["range"][end] - speed) for row, speed in zip(found, speeds)] for end in (0, 1)]
+        colours = ["tab:blue" if not row.get("is_noise") else "lightsteelblue" for row in found]
+        bars = axes.barh([row["name"] for row in found], speeds, xerr=errors, color=colours, ecolor="0.4", capsize=2)
+        axes.bar_label(bars, [f" {row['gain']:.2f} x" if "gain" in row else "" for row in found], padding=4, fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("samples per second: median, and range of the repeats; pale bars are within noise")
+    figure.suptitle(title)
+    return figure
+
+
+def page(rows: list[Row], image: bytes, title: str, about: dict[str, Any]) -> str:
+    """Return one page of HTML that needs nothing beside itself."""
+    body = [f"<h1>{html.escape(title)}</h1>", "<ul>"]
+    body += [f"<li>{html.escape(name)}: {html.escape(str(value))}</li>" for name, value in about.items()]
+    body += ["</ul>", f'<img alt="speed of each rung" src="data:image/png;base64,{base64.b64encode(image).decode()}">']
+    for name, found in tables(rows):
+        body.append(f"<h2>{html.escape(name)}</h2><table><tr>{''.join(f'<th>{h}</th>' for h in HEAD)}</tr>")
+        for row in found:
+            first, *rest = (html.escape(cell) for cell in cells(row))
+            told = f'<td colspan="{len(HEAD) - 1}">{rest[0]}</td>' if "skipped" in row else ""
+            told = told or "".join(f"<td>{cell}</td>" for cell in rest)
+            kind = "skipped" if "skipped" in row else "noise" if row.get("is_noise") else ""
+            flags = html.escape(f"{row['script']} {row['flags']}")
+            body.append(f'<tr class="{kind}"><td title="{flags}">{first}</td>{told}</tr>')
+        body.append("</table>")
+    style = (
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
+        "table{border-collapse:collapse}th,td{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}"
+        "td:first-child,th:first-child,.skipped td{text-align:left}.noise,.skipped{color:#888}img{max-width:100%}"
+    )
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+
+
+def write(folder: Path, rows: list[Row], about: dict[str, Any]) -> None:
+    """Write ladder.json, ladder.md, ladder.png and ladder.html."""
+    done = {f"{row['table']}: {row['name']}": row for row in rows if "skipped" not in row}
+    figures = {f"samples_per_sec of {key}": row["samples_per_sec"] for key, row in done.items()}
+    spread = {f"samples_per_sec of {key}": row["range"] for key, row in done.items()}
+    for key, row in done.items():
+        if "gain" in row:
+            figures[f"gain of {key}"], spread[f"gain of {key}"] = row["gain"], row["gain_range"]
+    write_record(folder / "ladder.json", figures, spread, rungs=rows, about=about)
+    (folder / "ladder.md").write_text(markdown(rows) + "\n")
+    title = f"{about['config']} on {about['device']}"
+    figure, image = picture(rows, title), io.BytesIO()
+    FigureCanvasAgg(figure).print_png(image)
+    (folder / "ladder.png").write_bytes(image.getvalue())
+    (folder / "ladder.html").write_text(page(rows, image.getvalue(), title, about))
+
+
+def update(readme: Path, name: str, rows: list[Row]) -> None:
+    """Write the tables between `<!-- ladder NAME -->` and `<!-- end -->`. Raises ValueError where that is not there."""
+    text = readme.read_text()
+    marks = re.compile(rf"(<!-- ladder {re.escape(name)} -->\n).*?(<!-- end -->)", re.S)
+    if not marks.search(text):
+        raise ValueError(f"{readme} has no place for this table: write <!-- ladder {name} --> and <!-- end --> there")
+    readme.write_text(marks.sub(lambda found: f"{found[1]}{markdown(rows)}\n{found[2]}", text))

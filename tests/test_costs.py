@@ -1,0 +1,199 @@
+"""What a run costs: the profile of a step, the machine, the summary of the model, and the files of a report."""
+
+import csv
+import gzip
+import json
+import time
+
+import pytest
+import torch
+
+import train
+from benchmarks.bench import Bench
+from tests.helpers import losses, records, run_here, tiny_flags
+from utils.config_reader import load_config
+from utils.model_summary import summarise, summary_table
+from utils.step_profile import (
+    StepProfiler,
+    covered,
+    memory_blocks,
+    memory_moments,
+    own_times,
+    parts_at_peak,
+    timeline,
+)
+from utils.system_watch import SystemWatch
+from utils.timeline import span
+from utils.weather_data import WeatherData
+
+SMALL = ["--config=demo", "--img_size", "32", "64", "--embed_dim=96", "--depth=2", "--num_heads=3", "--residual"]
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """A step of a small model, and its profile."""
+    bench = Bench([*SMALL, "--local_batch_size=2"])
+    bench.run_step()
+    known = {"weights": list(bench.model.parameters()), "optimizer": moments(bench)}
+    with StepProfiler(bench.device, lambda: known, tmp_path_factory.mktemp("trace") / "step.json") as profiler:
+        bench.model.zero_grad(set_to_none=True)
+        with span("forward"):
+            forecast = bench.model(bench.batch[0])
+        with span("backward"):
+            forecast.square().sum().backward()
+        del forecast
+        with span("optimizer"):
+            bench.update(1e-3)
+    return bench, profiler.found
+
+
+def moments(bench):
+    return [x for state in bench.optimizer.state.values() for x in state.values()]
+
+
+def size(tensors):
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def test_memory_by_part_is_that_of_the_tensors(profiled):
+    """LiveMemory counts the same in another way: it looks at what each operation returns."""
+    bench, step = profiled
+    parts, counted = parts_at_peak(step.blocks), bench.memory()
+    assert parts["weights"] == counted["weights"] == size(bench.model.parameters())
+    assert parts["optimizer"] == size(moments(bench))
+    at_the_end = {part: sizes[-1] for part, sizes in timeline(step.blocks)[1].items()}
+    assert at_the_end["gradients"] == counted["gradients"]
+    assert max(timeline(step.blocks)[1]["activations"]) == pytest.approx(counted["activations"], rel=0.05)
+    peak = counted["peak"] - size(bench.batch)  # which came before the profile
+    assert sum(parts.values()) == pytest.approx(peak, rel=0.05)
+
+
+def test_operators_of_a_step(profiled):
+    bench, step = profiled
+    linears = 2 + 4 * len(bench.model.blocks)  # embedding and head, and those of the blocks
+    assert step.calls["aten::addmm"] + step.calls["aten::mm"] == 3 * linears - 1  # the input needs no gradient
+    assert 0 < step.working < sum(step.seconds.values())
+    assert step.allocated["aten::gelu"] == len(bench.model.blocks) * 2 * 32 * 4 * 96 * 4
+    assert not any(name.startswith("aten::empty") for name in step.allocated)
+
+
+def call(name, ts, dur, tid=1):
+    return {"name": name, "ts": ts, "dur": dur, "tid": tid}
+
+
+def test_time_of_a_call_is_its_own():
+    calls = [call("a", 0, 10), call("b", 1, 4), call("c", 2, 1), call("d", 6, 3), call("e", 20, 5), call("f", 1, 9, 2)]
+    calls.sort(key=lambda e: e["ts"])
+    assert {e["name"]: own for e, own in own_times(calls)} == {"a": 3, "b": 3, "c": 1, "d": 3, "e": 5, "f": 9}
+
+
+def test_time_that_kernels_cover():
+    assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
+
+
+def moment(ts, address, size, kind=0):
+    return {"name": "[memory]", "ts": ts, "args": {"Addr": address, "Bytes": size, "Device Type": kind, "Ev Idx": ts}}
+
+
+def test_what_memory_is_for():
+    spans = [call("forward", 10, 10), call("backward", 30, 10), call("optimizer", 50, 10)]
+    events = [
+        moment(12, 100, 8), moment(13, 101, 4), moment(15, 101, -4),  # an activation, and what passes
+        moment(13, 900, 77, kind=1),  # on another device
+        moment(31, 102, 2), moment(35, 100, -8), moment(36, 103, 16), moment(37, 103, -16),  # a gradient
+        moment(51, 104, 32), moment(55, 1, -64), moment(61, 100, 1),
+    ]  # fmt: skip
+    blocks = memory_blocks(memory_moments(events, "cpu"), spans, {1: ("weights", 64), 2: ("weights", 128)})
+    assert [(block.part, block.size) for block in blocks] == [
+        ("weights", 64), ("weights", 128), ("activations", 8), ("temporary", 4), ("gradients", 2), ("temporary", 16),
+        ("optimizer", 32), ("temporary", 1),
+    ]  # fmt: skip
+    assert parts_at_peak(blocks) == {"weights": 192, "gradients": 2, "optimizer": 32}
+    moments, parts = timeline(blocks)
+    assert moments[:2] == [0, 0.001] and parts["weights"][0] == 192 and parts["activations"][0] == 8
+    assert parts["weights"][-1] == 128 and parts["temporary"][-1] == 1
+
+
+def test_what_a_process_takes_of_the_machine(tmp_path):
+    watch = SystemWatch(torch.device("cpu"))
+    try:
+        watch.take()
+        end, held = time.perf_counter() + 2.2, bytearray(256 * 2**20)
+        while time.perf_counter() < end:
+            sum(range(1000))
+        del held
+        (tmp_path / "file").write_bytes(bytes(64 * 2**20))
+        used = watch.take()
+        idle_from = time.perf_counter()
+        time.sleep(1)
+        rest = watch.take()
+    finally:
+        watch.close()
+    assert used["seconds"] >= 2.2 and 0.3 < used["cores"] <= 1.5 and rest["cores"] < 0.3
+    assert used["memory_gb"] >= rest["memory_gb"] + 0.2 and 0 < used["node_memory"] < 1
+    assert used["written_gb"] >= 0.06 and rest["seconds"] == pytest.approx(time.perf_counter() - idle_from, abs=0.5)
+    assert not watch.thread.is_alive()
+
+
+def test_the_summary_of_a_model(tiny):
+    config = load_config(tiny_flags(tiny))[0].with_batches(1)
+    data, before = WeatherData(config), torch.random.get_rng_state()
+    layers = summarise(train.build_model, config, data)
+    assert torch.equal(torch.random.get_rng_state(), before)  # the run's random numbers do not notice
+    model = train.build_model(config, data)
+    in_attention = 4 * 32**2 * 32 * len(model.blocks)  # of 32 tokens of width 32, between the linear layers
+    linear = sum(layer.flops for layer in layers if layer.kind == "Linear")
+    assert layers[0].flops == model.flops() == linear + in_attention
+    assert layers[0].parameters == sum(p.numel() for p in model.parameters())
+    assert [layer.name for layer in layers[1:]] == [name for name, _ in model.named_modules()][1:]
+    shapes = {layer.name: layer.shape for layer in layers}
+    assert shapes["ViT"] == (1, 3, 16, 32) and shapes["blocks.1.attn.qkv"] == (1, 32, 96)
+    table = "\n".join(summary_table(layers))
+    assert "blocks.0.mlp.fc1" in table and "blocks.1.mlp" not in table and "blocks.1 " in table
+
+
+def test_the_files_of_a_report(tiny):
+    argv = tiny_flags(tiny, "--report", "--num_iters", "6")
+    folder = run_here(argv)
+    plain = run_here([*argv, "--no_report", "--run_num", "plain"])
+    assert losses(folder) == losses(plain)
+    report = json.loads((folder / "report/report.json").read_text())
+    for name in ("speed", "time", "system", "model", "memory", "operators"):
+        with (folder / f"report/{name}.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == len(report[name]) > 0, name
+    for row, event in zip(report["speed"], records(folder, "epoch"), strict=True):
+        assert row["samples_per_sec"] == event["samples_per_sec"] > 0
+        assert row["valid_samples_per_sec"] > 0 and row["loader_samples_per_sec"] > row["samples_per_sec"]
+    assert [row["epoch"] for row in report["system"]] == [1, 2, 3]
+    assert all(row["cores"] > 0 and row["memory_gb"] > 0.1 for row in report["system"])
+    assert {row["part"] for row in report["memory"]} >= {"weights", "optimizer"}
+    assert json.loads((folder / "report/step_trace.json").read_text())["traceEvents"]
+    log = (folder / "out.log").read_text()
+    for words in ("Model, for one sample", "Time of", "The machine", "Memory when", "Operators of one step", "Verdict"):
+        assert log.count(words) == 1, words
+
+
+def test_a_trace_of_some_steps(tiny):
+    argv = tiny_flags(tiny, "--profile", "torch", "--profile_steps", "1", "1", "2", "--num_iters", "6")
+    folder = run_here(argv)
+    plain = run_here([*argv, "--profile", "none", "--run_num", "plain"])
+    assert losses(folder) == losses(plain) and not (plain / "profile").exists()
+    (path,) = (folder / "profile").glob("rank0.*.pt.trace.json.gz")
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    assert trace["distributedInfo"]["rank"] == 0  # Holistic Trace Analysis asks for it
+    events = trace["traceEvents"]
+    names = [e["name"] for e in events if e.get("cat") == "user_annotation"]
+    assert [name for name in names if name.startswith("step ")] == ["step 2", "step 3"]
+    for name in ("data copy in 2", "forward", "backward", "optimizer"):
+        assert name in names
+    assert any(e["args"].get("Input Dims") for e in events if e.get("name") == "aten::addmm")
+    memory = json.loads((folder / "profile/rank0_memory.json").read_text())
+    assert set(memory["bytes"]) == {"weights", "gradients", "optimizer", "activations", "temporary"}
+    assert len(memory["ms"]) == len(memory["bytes"]["weights"]) and max(memory["bytes"]["activations"]) > 0
+    assert (folder / "profile/rank0_memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_shorter_than_its_trace_says_so(tiny):
+    with pytest.raises(ValueError, match="needs 15 steps, and num_iters is 4"):
+        run_here(tiny_flags(tiny, "--profile", "torch"))

@@ -1,0 +1,120 @@
+"""The ladder: its rungs, what is compared with what, what noise is, and that it goes on where it stopped."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import ladder, ladder_report
+from benchmarks.ladder import Runs, all_rungs, chosen, evaluate
+from tests.helpers import tiny_flags
+
+RUNGS = all_rungs(4, 8)
+
+
+def result(speed, losses=(1.0, 0.5)):
+    figures = {"memory_gb": 1.0, "mfu": 0.5, "data_wait_frac": 0.1, "first_iteration_sec": 3.0, "iteration_sec": 1.0}
+    return {"samples_per_sec": speed, "losses": list(losses), **figures}
+
+
+def test_each_rung_stands_on_one_above_it():
+    keys = [rung.key for rung in RUNGS]
+    assert len(set(keys)) == len(keys)
+    for i, rung in enumerate(RUNGS):
+        assert rung.below is None or rung.below in keys[:i]
+    by_key = dict(zip(keys, RUNGS))
+    assert by_key["steps: + bf16"].flags == (*by_key["steps: + fused"].flags, "--amp_mode=bf16")
+    assert by_key["weak scaling: 4 ranks"].batch == 32 and by_key["strong scaling: 4 ranks"].batch == 8
+    assert {rung.table for rung in RUNGS} == set(ladder_report.TITLES)
+    assert {rung.table for rung in all_rungs(1, 8)} == {"steps", "alone"}
+
+
+def test_words_choose_rungs_and_what_they_stand_on():
+    names = [rung.name for rung in chosen(RUNGS, ["attention"]) if rung.table == "steps"]
+    assert names == ["baseline", "the same again", "+ prefetch", "+ attention"]  # TF32 needs a GPU
+    with pytest.raises(ValueError, match="no rung is called 'atention'"):
+        chosen(RUNGS, ["atention"])
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Of a baseline and of those that stand on it, in three rounds."""
+    found = Runs(tmp_path / "runs.jsonl", {"flags": []})
+    speeds = {
+        "steps: baseline": (10, 12, 11), "steps: the same again": (10.5, 11.5, 11), "steps: + workers": (20, 22, 24),
+        "steps: + prefetch": (20, 23, 23), "steps: + attention": (21, 23.5, 23.5), "alone: bf16": (30, 36, 33),
+    }  # fmt: skip
+    for key, values in speeds.items():
+        for number, speed in enumerate(values):
+            losses = (1.0, 0.5 + 1e-3 * (key == "alone: bf16"))
+            found.add(next(rung for rung in RUNGS if rung.key == key), number, result(speed, losses))
+    found.add(next(rung for rung in RUNGS if rung.key == "steps: + TF32"), 0, {"skipped": "no tensor cores"})
+    return found
+
+
+def rows_of(runs):
+    return {f"{row['table']}: {row['name']}": row for row in evaluate(RUNGS, runs)}
+
+
+def test_gains_and_their_noise(runs):
+    rows = rows_of(runs)
+    workers = rows["steps: + workers"]
+    assert workers["samples_per_sec"] == 22 and workers["range"] == [20, 24]
+    assert workers["gain"] == 2 and workers["gain_range"] == [22 / 12, 24 / 11] and not workers["is_noise"]
+    assert rows["steps: + prefetch"]["is_noise"]  # the range holds 1
+    assert rows["steps: + attention"]["below"] == "+ prefetch"  # not TF32, which was skipped
+    assert rows["steps: + attention"]["is_noise"]  # above 1 each time, but no more than the baseline over itself
+    assert rows["alone: bf16"]["gain"] == 3 and rows["alone: bf16"]["loss_change"] == pytest.approx(2e-3)
+    assert rows["steps: + workers"]["loss_change"] == 0 and workers["compile_sec"] == 2
+    assert rows["steps: + TF32"]["skipped"] == "no tensor cores" and rows["steps: + fused"]["skipped"] == "not run"
+
+
+def test_what_is_written(runs, tmp_path):
+    rows = evaluate(RUNGS, runs)
+    ladder_report.write(tmp_path, rows, {"config": "demo", "device": "a <CPU>"})
+    record = json.loads((tmp_path / "ladder.json").read_text())
+    assert record["figures"]["gain of steps: + workers"] == 2 and record["rungs"] == rows
+    table = (tmp_path / "ladder.md").read_text()
+    assert "| + workers | 22 | 2.00 | 1.83 to 2.18 |" in table and "| + TF32 | skipped: no tensor cores |" in table
+    assert "1.00, noise" in table
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "ladder.html").read_text()
+    assert "a &lt;CPU&gt;" in page and "data:image/png;base64," in page and not re.search(r"(src|href)=\"http", page)
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- ladder demo -->\nold\n<!-- end -->\nafter\n")
+    ladder_report.update(readme, "demo", rows)
+    assert readme.read_text() == f"before\n<!-- ladder demo -->\n{table}<!-- end -->\nafter\n"
+    with pytest.raises(ValueError, match="write <!-- ladder base -->"):
+        ladder_report.update(readme, "base", rows)
+
+
+def test_runs_of_another_ladder_are_not_mixed(runs, tmp_path):
+    again = Runs(tmp_path / "runs.jsonl", {"flags": []})
+    assert again.done == runs.done
+    with pytest.raises(ValueError, match=r"another ladder \(flags changed\)"):
+        Runs(tmp_path / "runs.jsonl", {"flags": ["--depth=3"]})
+
+
+@pytest.mark.slow
+def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, capsys):
+    flags = [*tiny_flags(tiny)[:6], "--global_batch_size=4"]
+    argv = [*flags, "--rungs", "fused", "DALI", "--iterations=2", "--repeats=1", "--out", str(tmp_path / "out")]
+    original, started = ladder.run, []
+
+    def run(rung, *args):
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        started.append(rung.key)
+        return original(rung, *args)
+
+    monkeypatch.setattr(ladder, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        ladder.main(argv)
+    monkeypatch.setattr(ladder, "run", original)
+    ladder.main(argv)
+    lines = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()[1:]]
+    keys = [line["rung"] for line in lines]
+    assert keys[:2] == started == ["steps: baseline", "steps: the same again"] and len(set(keys)) == len(keys)
+    assert lines[0]["losses"] == lines[1]["losses"] and len(lines[0]["losses"]) == 4
+    assert not (tmp_path / "out/runs").exists()
+    assert "| fused |" in capsys.readouterr().out

@@ -1,0 +1,61 @@
+"""MLflow beside TensorBoard: in a store of its own kind, a file."""
+
+import math
+
+import pytest
+
+from tests.helpers import losses, records, run_here, tiny_flags
+from utils import tracker
+
+mlflow = pytest.importorskip("mlflow", reason="needs pip install -r requirements-mlflow.txt")
+
+
+def test_a_run_is_in_mlflow(tiny, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    store = mlflow.MlflowClient(f"sqlite:///{tiny}/runs/mlflow.db")
+    argv = tiny_flags(tiny, "--tracker", "mlflow", "--report", "--num_iters", "6", "--checkpoint_every", "3")
+    folder = run_here(argv)
+    (run,) = store.search_runs([store.get_experiment_by_name("tiny").experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["embed_dim"] == "32"
+
+    def check():
+        steps = store.get_metric_history(run.info.run_id, "Loss/step")
+        assert [m.value for m in steps] == losses(folder) and [m.step for m in steps] == list(range(1, 7))
+        for name, key in (("Loss/valid", "valid_loss"), ("Avg samples per sec", "samples_per_sec")):
+            history = store.get_metric_history(run.info.run_id, name)
+            assert [m.step for m in history] == [event["iteration"] for event in records(folder, "epoch")]
+            assert key != "valid_loss" or [m.value for m in history] == [e[key] for e in records(folder, "epoch")]
+        assert "RMSE ch0/valid" in run.data.metrics and "Time forward s" in run.data.metrics
+        files = {file.path for file in store.list_artifacts(run.info.run_id)}
+        assert files >= {"out.log", "metrics.jsonl", "config.yaml", "pictures", "report"}
+        assert (tiny / "runs/mlruns").is_dir()
+        (pictures,) = store.list_artifacts(run.info.run_id, "pictures")
+        assert len(store.list_artifacts(run.info.run_id, pictures.path)) == 3
+
+    check()
+    run_here([*argv, "--resume", str(folder / "checkpoints/00000004-validated")])  # the last epoch once more
+    (again,) = store.search_runs([store.get_experiment_by_name("tiny").experiment_id])
+    assert again.info.run_id == run.info.run_id and again.info.status == "FINISHED"
+    check()
+
+
+def test_a_store_that_fails_does_not_end_a_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/store.db")
+    plain = run_here(tiny_flags(tiny, "--run_num", "plain"))
+
+    def fail(*_):
+        raise ConnectionError("no route to the store")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", fail)
+    folder = run_here(tiny_flags(tiny, "--tracker", "mlflow"))
+    assert losses(folder) == losses(plain) and all(map(math.isfinite, losses(folder)))
+    log = (folder / "out.log").read_text()
+    assert (tmp_path / "store.db").exists() and not (tiny / "runs/mlflow.db").exists()
+    assert log.count("MLflow is lost (no route to the store): training goes on without it") == 1
+
+
+def test_mlflow_is_an_extra(monkeypatch):
+    monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install -r requirements-mlflow.txt"):
+        tracker.check_tracker("mlflow")
+    tracker.check_tracker("none")

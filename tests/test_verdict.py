@@ -1,0 +1,88 @@
+"""The verdict: what bounds a run, on runs that are made to be bound by it."""
+
+import json
+import re
+
+import pytest
+
+from tests.helpers import ROOT, run_folder, run_ranks, tiny_flags
+from utils.config import Config
+from utils.time_report import PARTS
+from utils.verdict import BOUNDS, Measured, advice, verdict
+
+LIGHT = ["--num_iters", "6", "--report", "--checkpoint_every", "None"]
+TINIEST = [*LIGHT, "--embed_dim", "8", "--num_heads", "1", "--global_batch_size", "1"]
+HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
+
+
+@pytest.mark.parametrize(
+    "case, ranks, script, flags, bound, words",
+    [
+        ("slow disk", 1, "train.py", LIGHT, "reading", "--num_data_workers"),
+        ("slow copies", 1, "train.py", LIGHT, "copying", "--enable_jit"),
+        ("nothing", 1, "train.py", TINIEST, "launching", "--enable_jit"),
+        ("nothing", 1, "train.py", HEAVY, "computing", "--enable_jit"),
+        ("slow rank", 2, "train.py", LIGHT, "waiting for the slowest rank", "rank 1"),
+        ("slow disk of rank 1", 2, "train.py", LIGHT, "waiting for the slowest rank", "'data wait'"),
+        ("slow collectives", 2, "train_mp.py", [*LIGHT, "--tensor_parallel=2"], "communicating", "--tensor_parallel"),
+    ],
+)
+def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):
+    argv = tiny_flags(tiny, *flags)
+    results = run_ranks(ranks, [str(ROOT / "tests/verdict_worker.py"), case, script, *argv])
+    assert [done.returncode for done in results] == [0] * ranks, results[0].stderr
+    folder = run_folder(argv, f"{ranks}MP" if script == "train_mp.py" else f"{ranks}GPU")
+    text = json.loads((folder / "report/report.json").read_text())["verdict"]
+    assert text.startswith(f"This run is bound by {bound}: ") and words in text, text
+    assert f"Verdict: {text}" in (folder / "out.log").read_text()
+    share = int(re.search(r"for (\d+)% of the training time", text)[1])
+    assert share > 50, text
+
+
+def measured(parts: dict[str, list[float]], idle: float = 0.0, **more) -> Measured:
+    """What was measured on some ranks; the other parts took no time."""
+    (ranks,) = {len(seconds) for seconds in parts.values()}
+    how = {"on_gpu": False, "is_direct": True, "cores": 8} | more
+    return Measured({part: parts.get(part, [0.0] * ranks) for part in PARTS}, idle, **how)
+
+
+def test_the_shares_add_up():
+    found = measured(
+        {"data wait": [1, 1], "data copy": [0, 4], "forward": [4, 4], "backward": [4, 4], "communication": [7, 3]}, 0.25
+    )
+    assert found.bounds() == {
+        "reading": 1 / 16,
+        "copying": 0 / 16,
+        "launching": 2 / 16,
+        "computing": 6 / 16,
+        "communicating": 3 / 16,
+        "waiting for the slowest rank": 4 / 16,
+    }
+    assert found.slowest_rank() == (1, "data copy")
+    assert list(found.bounds()) == list(BOUNDS)
+
+
+def test_a_verdict_in_words():
+    found = measured({"forward": [3.0], "data wait": [2.0], "validation": [4.0]}, mfu=0.5)
+    assert verdict(found, Config(enable_jit=True, enable_fused=True)) == (
+        "This run is bound by computing: for 60% of the training time operators worked. They reached 50% of the "
+        "device's peak. Next comes reading, with 40%. To try: more ranks: this one is busy with what it has to do. "
+        "44% of the run was no training, but validation."
+    )
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_no_advice_to_do_what_is_done(bound):
+    """Whoever follows all advice gets another one in the end, and never the same twice."""
+    parts = {"communication": [1.0, 2.0], "forward": [1.0, 1.0]}
+    plain, done = Config(activation_checkpoint="block", tensor_parallel=2, context_parallel=2), Config(
+        num_data_workers=8, read_depth=64, stage_dir="/tmp", enable_jit=True, enable_fused=True, amp_mode="bf16",
+        data_loader_config="dali", cp_attention="ulysses",
+    )  # fmt: skip
+    for on_gpu in (True, False):
+        found = measured(parts, on_gpu=on_gpu)
+        before, after = list(advice(bound, found, plain)), list(advice(bound, found, done))
+        assert after and len(set(before)) == len(before)
+        for flag in ("--enable_jit", "--enable_fused", "--amp_mode", "--num_data_workers", "--cp_attention"):
+            assert not any(text.startswith(flag) for text in after)
+        assert bound == "waiting for the slowest rank" or len(before) > len(after)

@@ -1,0 +1,42 @@
+"""A rank of a run that something makes slow: `python tests/verdict_worker.py CASE train.py FLAGS...`."""
+
+import functools
+import importlib
+import os
+import sys
+import time
+
+import train
+from distributed import mappings
+from utils.frame_reader import FrameReader
+from utils.launch import start
+from utils.weather_data import WeatherData
+
+SLOW = 0.03  # s
+
+
+def slowed(owner, name):
+    """Let a function take longer, after it did its work."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def slow(*args, **kwargs):
+        result = original(*args, **kwargs)
+        time.sleep(SLOW)
+        return result
+
+    setattr(owner, name, slow)
+
+
+case, script, *argv = sys.argv[1:]
+is_last = os.environ["RANK"] == "1"
+if case == "slow disk" or (case == "slow disk of rank 1" and is_last):
+    slowed(FrameReader, "read")
+elif case == "slow copies":
+    slowed(WeatherData, "to_device")
+elif case == "slow rank" and is_last:
+    slowed(train, "learning_rate")
+elif case == "slow collectives":
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        slowed(mappings, name)
+start(importlib.import_module(script.removesuffix(".py")).main, argv)

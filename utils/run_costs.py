@@ -1,0 +1,234 @@
+"""What a run costs, and where: time, memory, operators, the machine, and what to try next (`--report`).
+
+Rank 0 writes it below `report/` in the run's folder, as tables of numbers (CSV) and all together (report.json).
+"""
+
+import csv
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from utils.config import Config
+from utils.launch import World
+from utils.model_summary import Layer, summary_table
+from utils.profiling import MemoryWatch, peak_memory_gb
+from utils.step_profile import StepProfiler, parts_at_peak
+from utils.system_watch import SystemWatch
+from utils.time_report import TimeReport
+from utils.verdict import Measured, verdict
+from utils.weather_data import WeatherData
+
+# Over the ranks: what is of each of them adds up, and of the others the largest counts.
+ADDED = ("cores", "read_gb", "written_gb", "joules")
+OF_A_NODE = ("sent_gb", "received_gb")
+TOP = 10  # operators shown
+
+
+class RunCosts:
+    """Measures a run from here on. All ranks call the same methods.
+
+    Args:
+        memory: knows the tensors that last.
+        layers: those of the model as it would be on one device.
+        iteration: iterations done so far.
+        report: on rank 0, what writes the run's files.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        device: torch.device,
+        data: WeatherData,
+        model: nn.Module,
+        memory: MemoryWatch,
+        layers: list[Layer],
+        iteration: int,
+        report: Any | None,
+    ):
+        self.config, self.world, self.device, self.data = config, world, device, data
+        self.layers, self.report = layers, report
+        self.folder = report and report.folder / "report"
+        if report:
+            self.folder.mkdir(exist_ok=True)
+        self.time = TimeReport(model, device, iteration, report and report.costs)
+        self.system = SystemWatch(device)
+        self.systems: list[dict[str, Any]] = []
+        # Ranks do the same: one of them tells what a step does.
+        self.step = report and StepProfiler(device, memory.tensors, self.folder / "step_trace.json")
+
+    def record(self, epoch: int, iteration: int) -> None:
+        """Record what was used since the last record: an epoch, or what was done of it."""
+        iterations = iteration - self.time.iteration
+        self.time.record(epoch, iteration)
+        ranks: list[dict[str, float]] = [{}] * self.world.size
+        dist.all_gather_object(ranks, self.system.take() | {"is_first": self.world.local_rank == 0})
+        found = {"event": "system", "epoch": epoch, "iteration": iteration, "seconds": ranks[0]["seconds"]}
+        found |= {name: sum(rank[name] for rank in ranks) for name in ADDED if name in ranks[0]}
+        found |= {name: sum(rank[name] for rank in ranks if rank["is_first"]) for name in OF_A_NODE}
+        for name in ("memory_gb", "node_memory", "gpu_memory_gb"):
+            if name in ranks[0]:
+                found[name] = max(rank[name] for rank in ranks)
+        if "gpu_use" in ranks[0]:
+            found["gpu_use"] = fmean(rank["gpu_use"] for rank in ranks)
+        if "joules" in found and iterations:
+            found["joules_per_sample"] = found["joules"] / (iterations * self.config.global_batch_size)
+        self.systems.append(found)
+        if self.report:
+            self.report.costs(found)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether no step was profiled yet."""
+        return bool(self.step) and self.step.found is None
+
+    def close(self) -> None:
+        self.time.close()
+        self.system.close()
+
+    def show(self) -> None:
+        """Log all tables, and write them. On rank 0."""
+        for line in self.lines():
+            logging.info(line)
+        try:
+            self.write()
+            logging.info("  All of it as tables: %s", self.folder)
+        except OSError as error:
+            logging.warning("The tables of the report are not written (%s); metrics.jsonl has its figures", error)
+
+    def lines(self) -> Iterator[str]:
+        """Yield all tables of the run, and the verdict. On rank 0."""
+        yield f"Model, for one sample on one device ({self.world.size} rank(s) share the work):"
+        yield from summary_table(self.layers)
+        yield from self.time.table()
+        yield from self._system_table()
+        if self.step.found:
+            yield from self._memory_table()
+            yield from self._operator_table()
+        yield "Verdict: " + self.verdict()
+
+    def verdict(self) -> str:
+        """Return what bounds the run, and what to try."""
+        seconds = self.time.by_rank()
+        computed = sum(fmean(seconds[part]) for part in ("forward", "backward", "optimizer", "step"))
+        a_step = computed / max(sum(record["iterations"] for record in self.time.typical), 1)
+        idle = 0.0 if self.step.found is None or not a_step else min(max(1 - self.step.found.working / a_step, 0), 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return verdict(
+            Measured(
+                seconds,
+                idle,
+                on_gpu=self.device.type == "cuda",
+                is_direct=self.data.train_loader.is_direct,
+                cores=cores,
+                mfu=self.report.last.get("mfu"),
+            ),
+            self.config,
+        )
+
+    def _system_table(self) -> Iterator[str]:
+        names = {
+            "cores": "CPU cores in use, all ranks",
+            "memory_gb": "GiB resident, the largest rank",
+            "node_memory": "of a node's memory in use",
+            "read_gb": "GiB read from storage",
+            "written_gb": "GiB written to storage",
+            "sent_gb": "GiB sent by the nodes",
+            "received_gb": "GiB received by the nodes",
+            "gpu_use": "of the time a kernel ran",
+            "gpu_memory_gb": "GiB in use on the fullest GPU",
+            "joules": "J, all GPUs",
+            "joules_per_sample": "J a training sample, validation included",
+        }
+        epochs = self.systems[1:] or self.systems
+        yield f"The machine, over {len(epochs)} epoch(s)" + (" after the first:" if self.systems[1:] else ":")
+        yield f"  {'':18} {'mean':>9} {'least':>9} {'most':>9}"
+        for name, meaning in names.items():
+            values = [epoch[name] for epoch in epochs if name in epoch]
+            if values:
+                yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"
+        if self.device.type == "cuda" and "gpu_use" not in epochs[0]:
+            yield "  The GPU tells nothing of its use: pip install nvidia-ml-py (amdsmi on AMD)"
+
+    def _memory_table(self) -> Iterator[str]:
+        parts = parts_at_peak(self.step.found.blocks)
+        yield "Memory when a step needs most, GiB:"
+        for part, size in sorted(parts.items(), key=lambda item: -item[1]):
+            yield f"  {part:13} {size / 2**30:9.3f}"
+        whole, name = (
+            peak_memory_gb(self.device),
+            "of the allocator" if self.device.type == "cuda" else "of the process",
+        )
+        yield f"  {'sum':13} {sum(parts.values()) / 2**30:9.3f}   (peak {name} so far: {whole:.3f})"
+
+    def _operator_table(self) -> Iterator[str]:
+        step = self.step.found
+        total = sum(step.seconds.values())
+        yield f"Operators of one step, by time ({1e3 * total:.3f} ms in all) and by memory:"
+        for ranking, unit in ((step.seconds, "ms"), (step.allocated, "MiB")):
+            for name in sorted(ranking, key=ranking.get, reverse=True)[:TOP]:
+                value = ranking[name] * 1e3 if unit == "ms" else ranking[name] / 2**20
+                yield f"  {value:10.3f} {unit:3} {step.calls[name]:6} x  {name[:80]}"
+
+    def write(self) -> None:
+        """Write all tables. Raises OSError where the disk does not take them."""
+        folder, events = self.folder, read_events(self.folder.parent / "metrics.jsonl")
+        speeds = [event for event in events if event["event"] == "epoch"]
+        names = ("epoch", "iteration", "samples_per_sec", "valid_samples_per_sec", "loader_samples_per_sec", "mfu")
+        tables = {
+            "speed": [{name: event.get(name) for name in names} for event in speeds],
+            "time": [row for event in events if event["event"] == "time" for row in time_rows(event)],
+            "system": [event for event in events if event["event"] == "system"],
+            "model": [vars(layer) for layer in self.layers],
+        }
+        if self.step.found:
+            step = self.step.found
+            tables["memory"] = [{"part": part, "bytes": size} for part, size in parts_at_peak(step.blocks).items()]
+            tables["operators"] = [
+                {
+                    "operator": name,
+                    "calls": step.calls[name],
+                    "seconds": step.seconds.get(name, 0.0),
+                    "bytes": step.allocated.get(name, 0),
+                }
+                for name in {**step.seconds, **step.allocated}
+            ]
+        for name, rows in tables.items():
+            write_csv(folder / f"{name}.csv", rows)
+        (folder / "report.json").write_text(json.dumps(tables | {"verdict": self.verdict()}, indent=1))
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl but those that the disk did not take whole."""
+    events = []
+    for text in path.read_text().splitlines():
+        try:
+            events.append(json.loads(text))
+        except ValueError:
+            continue
+    return events
+
+
+def time_rows(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each part of a `time` record."""
+    head = {key: event[key] for key in ("epoch", "iteration", "iterations", "wall")}
+    for part in event["seconds"]:
+        yield head | {"part": part} | {key: event[key][part] for key in ("seconds", "longest", "longest_rank")}
+
+
+def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as a table, with the columns of all of them."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(name for row in rows for name in row if name != "event"))
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, columns, extrasaction="ignore")
+        table.writeheader()
+        table.writerows(rows)

@@ -1,0 +1,147 @@
+"""Where the time goes: named spans, and the clock that gives each moment of a run to one of them."""
+
+import contextlib
+import re
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from functools import wraps
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ELSEWHERE = "other"  # in no span
+
+
+class Timeline:
+    """Adds up the time of each part of a run, in seconds. Each moment belongs to one part, so they add up to the whole.
+
+    A part may lie inside another one: its time is then not the other's. On a GPU the moments are events in the stream
+    that computes, so the times are the device's: what the host does while the device computes takes none, and where
+    the device waits for the host, for data or for other ranks, it waits in the part that the host is in.
+
+    What a step's parts take in a validation counts as validation.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.parts = [ELSEWHERE]  # the innermost is the last
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.pending: deque[tuple[str, torch.cuda.Event]] = deque()  # a part, and its end
+        self.waits = False  # in a backward pass, for other ranks: if no gradient follows
+        self.last = self._now()
+
+    def enter(self, part: str) -> None:
+        self._mark(self.parts[-1])
+        self.parts.append("validation" if "validation" in self.parts and part in STEP_PARTS else part)
+
+    def leave(self) -> None:
+        part = self.parts[-1]
+        self._mark("communication" if part == "backward" and self.waits else part)
+        self.parts.pop()
+        self.waits = False
+
+    def gradient_is_there(self) -> None:
+        """Say that a gradient is complete: after the last one, the backward pass waits for those of other ranks."""
+        self._mark(self.parts[-1])
+        self.waits = True
+
+    def model_begins(self) -> None:
+        """Say that the model itself begins: what came before it in a forward pass was DDP's broadcast of buffers."""
+        if self.parts[-1] == "forward":
+            self._mark("communication")
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part since this was called last. On a GPU it waits for the device."""
+        self._mark(self.parts[-1])
+        if self.pending:
+            self.pending[-1][1].synchronize()
+            self._add_up()
+        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        return seconds
+
+    def _now(self):
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _mark(self, part: str) -> None:
+        """Give the time since the mark before to a part."""
+        if self.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return  # a recording is no step
+            self.pending.append((part, self._now()))
+            if len(self.pending) >= 1000 and self.pending[500][1].query():
+                self._add_up()
+        else:
+            now = self._now()
+            self.seconds[part] += now - self.last
+            self.last = now
+
+    def _add_up(self) -> None:
+        """Add up what the device has done."""
+        while self.pending and self.pending[0][1].query():
+            part, end = self.pending.popleft()
+            self.seconds[part] += self.last.elapsed_time(end) / 1000
+            self.last = end
+
+
+STEP_PARTS = ("data wait", "data copy", "forward", "backward", "communication", "optimizer", "step")
+timeline: Timeline | None = None  # of this process, with --report
+
+
+def start_timeline(device: torch.device, model: nn.Module) -> Timeline:
+    """Begin to take the time of all spans, and of what DDP sends before `model`'s forward and after its backward."""
+    global timeline
+    timeline = Timeline(device)
+    if dist.get_world_size() > 1:
+        model.register_forward_pre_hook(lambda *_: timeline and timeline.model_begins())
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: timeline and timeline.gradient_is_there())
+    return timeline
+
+
+def stop_timeline() -> None:
+    global timeline
+    timeline = None
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """Name a range of time: NVTX for Nsight Systems, `record_function` for torch.profiler, a part for the report.
+
+    A number at its end is not part of the part's name: `step 12` is a `step`, and `data copy in 12` a `data copy`.
+    """
+    nvtx, clock = torch.cuda.is_available(), timeline
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    if clock:
+        clock.enter(re.sub(r"( in)? \d+$", "", name))
+    try:
+        with torch.profiler.record_function(name):
+            yield
+        if clock:
+            clock.leave()
+    except BaseException:
+        if clock:
+            clock.parts.pop()  # and no look at a device that may have failed
+        raise
+    finally:
+        if nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+def communication(collective: Callable) -> Callable:
+    """Name the time of a function that communicates. In compiled code nobody can look: there it belongs to the rest."""
+
+    @wraps(collective)
+    def named(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return collective(*args, **kwargs)
+        with span("communication"):
+            return collective(*args, **kwargs)
+
+    return named

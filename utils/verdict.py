@@ -1,0 +1,144 @@
+"""What bounds a run, in plain words, and the next flag to try (`--report`)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
+
+from utils.config import Config
+
+# What a step can be bound by, and what the time of each means.
+BOUNDS = {
+    "reading": "the step waited for the loader",
+    "copying": "data went to the device, were normalised, and nothing else went on",
+    "launching": "no operator worked: the host was starting the next one",
+    "computing": "operators worked",
+    "communicating": "even the last rank waited for what ranks send to each other",
+    "waiting for the slowest rank": "the ranks stood still until the slowest one came",
+}
+ASIDE = ("validation", "checkpoint", "logging")  # parts of a run that are no training
+MANY = 0.2  # share of the run that is worth a word
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a verdict rests on.
+
+    Args:
+        seconds: the parts of a timeline, each with its seconds on every rank, over the same iterations.
+        idle: the share of a step's computing in which no operator works, on this rank.
+        is_direct: the files are read without HDF5.
+        cores: CPU cores that a rank has.
+        mfu: share of the device's peak, or None where it is not known.
+    """
+
+    seconds: dict[str, list[float]]
+    idle: float
+    on_gpu: bool
+    is_direct: bool
+    cores: int
+    mfu: float | None = None
+
+    def mean(self, *parts: str) -> float:
+        """Return the seconds of some parts, the mean over ranks."""
+        return sum(fmean(self.seconds[part]) for part in parts)
+
+    def bounds(self) -> dict[str, float]:
+        """Return the share of the training time that each of BOUNDS takes; they add up to 1.
+
+        Where ranks wait for each other, the slowest one waits least: what it waits, all of them need to communicate.
+        The others wait longer, for it. These are the shares of the rank that waits longest: a slow one cannot hide
+        among many.
+        """
+        waits = self.seconds["communication"]
+        mine = {part: seconds[waits.index(max(waits))] for part, seconds in self.seconds.items()}
+        computed = sum(mine[part] for part in ("forward", "backward", "optimizer", "step", "other"))
+        seconds = {
+            "reading": mine["data wait"],
+            "copying": mine["data copy"],
+            "launching": self.idle * computed,
+            "computing": (1 - self.idle) * computed,
+            "communicating": min(waits),
+            "waiting for the slowest rank": max(waits) - min(waits),
+        }
+        total = sum(seconds.values())
+        return {name: value / total for name, value in seconds.items()}
+
+    def slowest_rank(self) -> tuple[int, str]:
+        """Return the rank that the others wait for, and the part that takes it longer than them."""
+        waits = self.seconds["communication"]
+        rank = waits.index(min(waits))
+        others = (part for part in self.seconds if part not in ("communication", *ASIDE))
+        return rank, max(others, key=lambda part: self.seconds[part][rank] - fmean(self.seconds[part]))
+
+
+def verdict(measured: Measured, config: Config) -> str:
+    """Return a paragraph: what bounds the run, by how much, and what to try next."""
+    bounds = measured.bounds()
+    first, second, *_ = sorted(bounds, key=bounds.get, reverse=True)
+    text = [f"This run is bound by {first}: for {bounds[first]:.0%} of the training time {BOUNDS[first]}."]
+    if first == "waiting for the slowest rank":
+        rank, part = measured.slowest_rank()
+        text.append(f"The slowest is rank {rank}, and it loses its time in {part!r}.")
+    if first == "computing" and measured.mfu:
+        text.append(f"They reached {measured.mfu:.0%} of the device's peak.")
+    if bounds[second] >= MANY:
+        text.append(f"Next comes {second}, with {bounds[second]:.0%}.")
+    text.append(f"To try: {next(advice(first, measured, config))}.")
+    run = measured.mean(*measured.seconds)
+    for part in ASIDE:
+        if measured.mean(part) >= MANY * run:
+            text.append(f"{measured.mean(part) / run:.0%} of the run was no training, but {part}.")
+    return " ".join(text)
+
+
+def advice(bound: str, measured: Measured, config: Config) -> Iterator[str]:
+    """Yield what may help, the best first; what the run does already is left out."""
+    ranks = len(measured.seconds["communication"])
+    if bound == "reading":
+        depth = config.read_depth or config.num_data_workers
+        if not config.num_data_workers:
+            yield f"--num_data_workers {min(4, measured.cores)}, which reads ahead while the device computes"
+        if measured.is_direct and depth < 32:
+            yield f"--read_depth {4 * max(depth, 1)}, more reads at once: far storage answers many at a time"
+        if not measured.is_direct and config.num_data_workers < measured.cores:
+            yield f"--num_data_workers {measured.cores}, one for each core: each decodes a frame at a time"
+        if config.stage_dir is None:
+            yield "--stage_dir, a folder on the node's own disk: the files are copied there once"
+        yield "fewer channels, or files on faster storage"
+    elif bound == "copying":
+        if not config.enable_jit:
+            yield "--enable_jit, which normalises in one kernel"
+        if measured.on_gpu and config.data_loader_config != "dali":
+            yield "--data_loader_config dali, which normalises on its own stream"
+        yield "files of float16: half the bytes"
+    elif bound == "launching":
+        if not config.enable_jit:
+            yield "--enable_jit: fewer and larger kernels"
+        if not config.enable_fused:
+            yield "--enable_fused: the optimiser in one kernel"
+        if measured.on_gpu:
+            yield "train_mp_graphs.py, which launches a recorded step at once"
+        yield "a larger --local_batch_size: more work for each launch"
+    elif bound == "computing":
+        if measured.on_gpu and config.amp_mode == "none":
+            yield "--amp_mode bf16: matrix products on the tensor cores' faster type"
+        if config.activation_checkpoint != "none":
+            yield "--activation_checkpoint none, if the memory suffices: nothing is computed twice"
+        if not config.enable_jit:
+            yield "--enable_jit, which fuses what lies between the matrix products"
+        if not config.enable_fused:
+            yield "--enable_fused: the optimiser in one kernel"
+        yield "more ranks: this one is busy with what it has to do"
+    elif bound == "communicating":
+        if config.tensor_parallel * config.context_parallel < ranks and config.accumulation_steps == 1:
+            yield "--accumulation_steps 2 with a larger batch: gradients travel once a step"
+        if config.context_parallel > 1 and config.cp_attention == "gather":
+            yield "--cp_attention ulysses, which sends less"
+        if config.tensor_parallel > 1:
+            yield "a smaller --tensor_parallel: its ranks talk in every block"
+        yield "a larger --local_batch_size: more computing for each byte that is sent"
+    else:
+        rank, part = measured.slowest_rank()
+        if part == "data wait":
+            yield from advice("reading", measured, config)
+        yield f"`make doctor` on the node of rank {rank}: another job there, fewer cores, a slower clock?"

@@ -35,16 +35,17 @@ def profiled(tmp_path_factory):
     bench = Bench([*SMALL, "--local_batch_size=2"])
     bench.run_step()
     known = {"weights": list(bench.model.parameters()), "optimizer": moments(bench)}
-    with StepProfiler(bench.device, lambda: known, tmp_path_factory.mktemp("trace") / "step.json") as profiler:
-        bench.model.zero_grad(set_to_none=True)
-        with span("forward"):
-            forecast = bench.model(bench.batch[0])
-        with span("backward"):
-            forecast.square().sum().backward()
-        del forecast
-        with span("optimizer"):
-            bench.update(1e-3)
-    return bench, profiler.found
+    profiler = StepProfiler(bench.device, lambda: known, tmp_path_factory.mktemp("trace") / "step.json")
+    profiler.start()
+    bench.model.zero_grad(set_to_none=True)
+    with span("forward"):
+        forecast = bench.model(bench.batch[0])
+    with span("backward"):
+        forecast.square().sum().backward()
+    del forecast
+    with span("optimizer"):
+        bench.update(1e-3)
+    return bench, profiler.stop()
 
 
 def moments(bench):
@@ -88,7 +89,7 @@ def test_time_of_a_call_is_its_own():
 
 
 def test_time_that_kernels_cover():
-    assert covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
+    assert covered([call("a", 0, 2), call("b", 1, 2), call("c", 1, 1), call("d", 5, 2)]) == 5
 
 
 def moment(ts, address, size, kind=0):

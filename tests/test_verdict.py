@@ -11,6 +11,8 @@ from utils.time_report import PARTS
 from utils.verdict import BOUNDS, Measured, advice, verdict
 
 LIGHT = ["--num_iters", "6", "--report", "--checkpoint_every", "None"]
+COMPILED = ["--enable_jit", "--tensor_parallel=2"]
+SLOWEST = "waiting for the slowest rank"
 TINIEST = [*LIGHT, "--embed_dim", "8", "--num_heads", "1", "--global_batch_size", "1"]
 HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
 
@@ -22,9 +24,11 @@ HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
         ("slow copies", 1, "train.py", LIGHT, "copying", "--enable_jit"),
         ("nothing", 1, "train.py", TINIEST, "launching", "--enable_jit"),
         ("nothing", 1, "train.py", HEAVY, "computing", "--enable_jit"),
-        ("slow rank", 2, "train.py", LIGHT, "waiting for the slowest rank", "rank 1"),
-        ("slow disk of rank 1", 2, "train.py", LIGHT, "waiting for the slowest rank", "'data wait'"),
+        ("slow rank", 2, "train.py", LIGHT, SLOWEST, "rank 1"),
+        ("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),
         ("slow collectives", 2, "train_mp.py", [*LIGHT, "--tensor_parallel=2"], "communicating", "--tensor_parallel"),
+        # Where rank 0 waits nothing but the profile can see.
+        ("slow copies of rank 1", 2, "train_mp.py", [*LIGHT, *COMPILED], SLOWEST, "'data copy'"),
     ],
 )
 def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):
@@ -39,27 +43,51 @@ def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):
     assert share > 50, text
 
 
-def measured(parts: dict[str, list[float]], idle: float = 0.0, **more) -> Measured:
-    """What was measured on some ranks; the other parts took no time."""
+def measured(parts: dict[str, list[float]], steps: list | None = None, **more) -> Measured:
+    """What was measured on some ranks in two iterations; the other parts took no time."""
     (ranks,) = {len(seconds) for seconds in parts.values()}
-    how = {"on_gpu": False, "is_direct": True, "cores": 8} | more
-    return Measured({part: parts.get(part, [0.0] * ranks) for part in PARTS}, idle, **how)
+    how = {"on_gpu": False, "is_recorded": False, "is_direct": True, "cores": 8} | more
+    seconds = {part: parts.get(part, [0.0] * ranks) for part in PARTS}
+    return Measured(seconds, steps or [(99.0, 0.0)] * ranks, 2, **how)
+
+
+PARTS_OF_TWO = {
+    "data wait": [1, 1], "data copy": [0, 4], "forward": [3, 3], "backward": [4, 4], "communication": [7, 3],
+    "other": [1, 1],
+}  # fmt: skip
 
 
 def test_the_shares_add_up():
-    found = measured(
-        {"data wait": [1, 1], "data copy": [0, 4], "forward": [4, 4], "backward": [4, 4], "communication": [7, 3]}, 0.25
-    )
-    assert found.bounds() == {
+    found = measured(PARTS_OF_TWO, [(3, 0), (3, 0)])
+    shares = {
         "reading": 1 / 16,
         "copying": 0 / 16,
         "launching": 2 / 16,
         "computing": 6 / 16,
         "communicating": 3 / 16,
-        "waiting for the slowest rank": 4 / 16,
+        SLOWEST: 4 / 16,
     }
-    assert found.slowest_rank() == (1, "data copy")
-    assert list(found.bounds()) == list(BOUNDS)
+    assert found.bounds() == shares and found.slowest_rank() == (1, "data copy")
+    together = {"launching or computing": shares.pop("launching") + shares.pop("computing")}
+    for unknown in (None, (None, 0.0)):
+        assert measured(PARTS_OF_TWO, [unknown, (3, 0)]).bounds() == shares | together
+    assert {*found.bounds(), *together} == set(BOUNDS)
+
+
+def test_waits_inside_compiled_and_recorded_code_count():
+    """On a CPU the profile has only those; on a GPU all, also those that the timeline saw."""
+    for on_gpu in (False, True):
+        spoken = 2 if on_gpu else 0
+        found = measured(
+            {"step": [10, 10], "communication": [2 * spoken, 2 * spoken]},
+            [(1, 4 + spoken), (3, 1 + spoken)], on_gpu=on_gpu,
+        )  # fmt: skip
+        total = 10 + 2 * spoken
+        assert found.bounds() == {
+            "reading": 0, "copying": 0, "launching": 0, "computing": 2 / total,
+            "communicating": (2 + 2 * spoken) / total, SLOWEST: 6 / total,
+        }  # fmt: skip
+        assert found.slowest_rank()[0] == 1
 
 
 def test_a_verdict_in_words():
@@ -85,4 +113,4 @@ def test_no_advice_to_do_what_is_done(bound):
         assert after and len(set(before)) == len(before)
         for flag in ("--enable_jit", "--enable_fused", "--amp_mode", "--num_data_workers", "--cp_attention"):
             assert not any(text.startswith(flag) for text in after)
-        assert bound == "waiting for the slowest rank" or len(before) > len(after)
+        assert bound == SLOWEST or len(before) > len(after)

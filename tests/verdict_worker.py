@@ -12,17 +12,15 @@ from utils.frame_reader import FrameReader
 from utils.launch import start
 from utils.weather_data import WeatherData
 
-SLOW = 0.03  # s
 
-
-def slowed(owner, name):
+def slowed(owner, name, seconds=0.03):
     """Let a function take longer, after it did its work."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def slow(*args, **kwargs):
         result = original(*args, **kwargs)
-        time.sleep(SLOW)
+        time.sleep(seconds)
         return result
 
     setattr(owner, name, slow)
@@ -34,6 +32,8 @@ if case == "slow disk" or (case == "slow disk of rank 1" and is_last):
     slowed(FrameReader, "read")
 elif case == "slow copies":
     slowed(WeatherData, "to_device")
+elif case == "slow copies of rank 1" and is_last:
+    slowed(WeatherData, "to_device", 0.15)
 elif case == "slow rank" and is_last:
     slowed(train, "learning_rate")
 elif case == "slow collectives":

@@ -24,13 +24,12 @@ from utils.data_loader import Batch
 from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_agree, share_error
 from utils.model_summary import summarise
 from utils.nonfinite import NonfiniteGuard
+from utils.observers import Observers
 from utils.profiling import EpochClock, MemoryWatch, peak_memory_gb, profiler_window
 from utils.records import StepRecords
-from utils.run_costs import RunCosts
 from utils.run_folder import RunFolder, open_run_folder
 from utils.stop import StopRequests
 from utils.timeline import span
-from utils.torch_profile import TorchProfile
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 
@@ -66,8 +65,7 @@ class Run:
         self.is_first_epoch = True  # of this process
         self.report = None  # a Report, on rank 0
         self.checkpointer: Checkpointer | None = None
-        self.costs: RunCosts | None = None
-        self.profile: TorchProfile | None = None
+        self.observers: Observers | None = None
         found: list[RunFolder | None] = [None]
         with all_ranks_agree():
             if world.rank == 0:
@@ -87,21 +85,16 @@ class Run:
         if self.checkpointer and together:
             self.requests.close()
             self.checkpointer.wait()
-        if self.profile:
-            self.profile.close()
-        if self.costs:
-            if together and kind:
-                self.costs.record(self.epochs + 1, self.iteration)
-            self.costs.close()
-        if self.report:
-            if kind is None:
-                self.report.result()
-            if self.costs and together:
-                self.costs.show()
+        with contextlib.ExitStack() as files:  # closed whatever happens
+            if self.report:
+                files.callback(self.lock.close)
+                files.callback(self.report.close, error)
+                if kind is None:
+                    self.report.result()
+            if self.observers:
+                self.observers.close(self.iteration, error)
             if kind is None:
                 self.log("DONE ---- rank %d", self.world.rank)
-            self.report.close(error)
-            self.lock.close()
 
     def log(self, message: str, *args: Any) -> None:
         """Log a line, on rank 0."""
@@ -134,14 +127,10 @@ class Run:
             self._plan_checkpoints(resumed)
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
         self.memory = MemoryWatch(state.model, state.optimizer, self.device)
-        if self.config.report:
-            self.costs = RunCosts(
-                self.config, self.world, self.device, self.data, state.model, self.memory, self.layers, self.iteration,
-                self.report,
-            )  # fmt: skip
-        if self.config.profile == "torch" and (self.report or self.config.profile_ranks == "all"):
-            folder, steps = self.folder / "profile", tuple(self.config.profile_steps)
-            self.profile = TorchProfile(folder, self.world.rank, self.device, steps, self.memory.tensors)
+        self.observers = Observers(
+            self.config, self.world, self.device, self.data, state.model, self.memory, self.layers, self.iteration,
+            self.folder, self.report,
+        )  # fmt: skip
 
     def _resume(self) -> Path:
         """Take the state from the newest checkpoint that can be read, and return its folder."""
@@ -200,7 +189,7 @@ class Run:
         with bar, profiler_window(epoch + 1, self.world.rank):
             reader = loader.epoch(epoch, self.iteration - epoch * len(loader))
             for done, batch in enumerate(clock.batches(reader, left), 1):
-                with self._profiled(is_last=done == left):
+                with self.observers.step(is_last=done == left):
                     yield batch
                 bar.update()
             self._write_steps(self.steps.flush())
@@ -223,19 +212,6 @@ class Run:
             first, rest = clock.first_end - clock.start, (clock.end - clock.first_end) / max(left - 1, 1)
             self.log("  First iteration: %f sec, those after it: %f sec each", first, rest)
             self.is_first_epoch = False
-
-    @contextlib.contextmanager
-    def _profiled(self, is_last: bool) -> Iterator[None]:
-        """Profile a step, if asked to; for the report the last one of an epoch, which has long warmed up."""
-        is_free = self.profile is None or not self.profile.is_at_work
-        with (
-            self.costs.step
-            if self.costs and self.costs.wants_step and is_last and is_free
-            else contextlib.nullcontext()
-        ):
-            yield
-        if self.profile:
-            self.profile.step()
 
     def after_step(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Count an iteration, keep its loss (mean over this rank's samples) and gradient norm, save if it is time.
@@ -345,5 +321,4 @@ class Run:
                 self._save()
             if self.should_stop:
                 self._wait_for_save()
-        if self.costs:
-            self.costs.record(self.epochs, self.iteration)
+        self.observers.record(self.iteration)

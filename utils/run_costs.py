@@ -6,7 +6,7 @@ Rank 0 writes it below `report/` in the run's folder, as tables of numbers (CSV)
 import csv
 import json
 import logging
-import os
+import platform
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
@@ -19,16 +19,19 @@ from torch import nn
 from utils.config import Config
 from utils.launch import World
 from utils.model_summary import Layer, summary_table
-from utils.profiling import MemoryWatch, peak_memory_gb
-from utils.step_profile import StepProfiler, parts_at_peak
-from utils.system_watch import SystemWatch
+from utils.profiling import peak_memory_gb
+from utils.step_profile import StepProfile, parts_at_peak
+from utils.system_watch import SystemWatch, cores_in_reach, harmless
 from utils.time_report import TimeReport
+from utils.timeline import stop_timeline
 from utils.verdict import Measured, verdict
 from utils.weather_data import WeatherData
 
-# Over the ranks: what is of each of them adds up, and of the others the largest counts.
+# What becomes of the ranks' figures.
 ADDED = ("cores", "read_gb", "written_gb", "joules")
-OF_A_NODE = ("sent_gb", "received_gb")
+OF_A_NODE = ("sent_gb", "received_gb")  # added up over nodes
+LARGEST = ("memory_gb", "node_memory", "gpu_memory_gb")
+MEAN = ("gpu_use",)
 TOP = 10  # operators shown
 
 
@@ -36,7 +39,6 @@ class RunCosts:
     """Measures a run from here on. All ranks call the same methods.
 
     Args:
-        memory: knows the tensors that last.
         layers: those of the model as it would be on one device.
         iteration: iterations done so far.
         report: on rank 0, what writes the run's files.
@@ -49,7 +51,6 @@ class RunCosts:
         device: torch.device,
         data: WeatherData,
         model: nn.Module,
-        memory: MemoryWatch,
         layers: list[Layer],
         iteration: int,
         report: Any | None,
@@ -61,37 +62,40 @@ class RunCosts:
             self.folder.mkdir(exist_ok=True)
         self.time = TimeReport(model, device, iteration, report and report.costs)
         self.system = SystemWatch(device)
+        self.places: list[tuple[str, set[int]]] = [("", set())] * world.size  # node and cores of each rank
+        dist.all_gather_object(self.places, (platform.node(), cores_in_reach()))
         self.systems: list[dict[str, Any]] = []
-        # Ranks do the same: one of them tells what a step does.
-        self.step = report and StepProfiler(device, memory.tensors, self.folder / "step_trace.json")
+        self.step: StepProfile | None = None  # of this rank
+        self.steps: list[tuple[float | None, float] | None] = [None] * world.size
+
+    def keep(self, step: StepProfile | None) -> None:
+        """Keep what a profiled step did; None where it is not known."""
+        self.step = step
+        dist.all_gather_object(self.steps, step and (step.working, step.waiting))
 
     def record(self, epoch: int, iteration: int) -> None:
         """Record what was used since the last record: an epoch, or what was done of it."""
         iterations = iteration - self.time.iteration
         self.time.record(epoch, iteration)
-        ranks: list[dict[str, float]] = [{}] * self.world.size
-        dist.all_gather_object(ranks, self.system.take() | {"is_first": self.world.local_rank == 0})
-        found = {"event": "system", "epoch": epoch, "iteration": iteration, "seconds": ranks[0]["seconds"]}
-        found |= {name: sum(rank[name] for rank in ranks) for name in ADDED if name in ranks[0]}
-        found |= {name: sum(rank[name] for rank in ranks if rank["is_first"]) for name in OF_A_NODE}
-        for name in ("memory_gb", "node_memory", "gpu_memory_gb"):
-            if name in ranks[0]:
-                found[name] = max(rank[name] for rank in ranks)
-        if "gpu_use" in ranks[0]:
-            found["gpu_use"] = fmean(rank["gpu_use"] for rank in ranks)
+        mine, ranks = {}, [{}] * self.world.size
+        with harmless("looking at the machine"):
+            mine = self.system.take()
+        dist.all_gather_object(ranks, mine)
+        nodes = {node: rank for (node, _), rank in zip(self.places, ranks)}  # one rank of each
+        found = {"event": "system", "epoch": epoch, "iteration": iteration, "seconds": self.time.records[-1]["wall"]}
+        known = set.intersection(*(set(rank) for rank in ranks))  # one GPU may not tell what others do
+        found |= {name: sum(rank[name] for rank in ranks) for name in ADDED if name in known}
+        found |= {name: sum(rank[name] for rank in nodes.values()) for name in OF_A_NODE if name in known}
+        found |= {name: max(rank[name] for rank in ranks) for name in LARGEST if name in known}
+        found |= {name: fmean(rank[name] for rank in ranks) for name in MEAN if name in known}
         if "joules" in found and iterations:
             found["joules_per_sample"] = found["joules"] / (iterations * self.config.global_batch_size)
         self.systems.append(found)
         if self.report:
             self.report.costs(found)
 
-    @property
-    def wants_step(self) -> bool:
-        """Whether no step was profiled yet."""
-        return bool(self.step) and self.step.found is None
-
     def close(self) -> None:
-        self.time.close()
+        stop_timeline()
         self.system.close()
 
     def show(self) -> None:
@@ -110,29 +114,26 @@ class RunCosts:
         yield from summary_table(self.layers)
         yield from self.time.table()
         yield from self._system_table()
-        if self.step.found:
+        if self.step:
             yield from self._memory_table()
             yield from self._operator_table()
         yield "Verdict: " + self.verdict()
 
     def verdict(self) -> str:
         """Return what bounds the run, and what to try."""
-        seconds = self.time.by_rank()
-        computed = sum(fmean(seconds[part]) for part in ("forward", "backward", "optimizer", "step"))
-        a_step = computed / max(sum(record["iterations"] for record in self.time.typical), 1)
-        idle = 0.0 if self.step.found is None or not a_step else min(max(1 - self.step.found.working / a_step, 0), 1)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return verdict(
-            Measured(
-                seconds,
-                idle,
-                on_gpu=self.device.type == "cuda",
-                is_direct=self.data.train_loader.is_direct,
-                cores=cores,
-                mfu=self.report.last.get("mfu"),
-            ),
-            self.config,
+        node, _ = self.places[0]
+        together = [cores for name, cores in self.places if name == node]
+        measured = Measured(
+            self.time.by_rank(),
+            self.steps,
+            self.time.iterations,
+            on_gpu=self.device.type == "cuda",
+            is_recorded=bool(self.step and self.step.is_recorded),
+            is_direct=self.data.train_loader.is_direct,
+            cores=max(len(set.union(*together)) // len(together), 1),
+            mfu=self.report.last.get("mfu"),
         )
+        return verdict(measured, self.config)
 
     def _system_table(self) -> Iterator[str]:
         names = {
@@ -159,7 +160,7 @@ class RunCosts:
             yield "  The GPU tells nothing of its use: pip install nvidia-ml-py (amdsmi on AMD)"
 
     def _memory_table(self) -> Iterator[str]:
-        parts = parts_at_peak(self.step.found.blocks)
+        parts = parts_at_peak(self.step.blocks)
         yield "Memory when a step needs most, GiB:"
         for part, size in sorted(parts.items(), key=lambda item: -item[1]):
             yield f"  {part:13} {size / 2**30:9.3f}"
@@ -170,7 +171,7 @@ class RunCosts:
         yield f"  {'sum':13} {sum(parts.values()) / 2**30:9.3f}   (peak {name} so far: {whole:.3f})"
 
     def _operator_table(self) -> Iterator[str]:
-        step = self.step.found
+        step = self.step
         total = sum(step.seconds.values())
         yield f"Operators of one step, by time ({1e3 * total:.3f} ms in all) and by memory:"
         for ranking, unit in ((step.seconds, "ms"), (step.allocated, "MiB")):
@@ -189,8 +190,7 @@ class RunCosts:
             "system": [event for event in events if event["event"] == "system"],
             "model": [vars(layer) for layer in self.layers],
         }
-        if self.step.found:
-            step = self.step.found
+        if step := self.step:
             tables["memory"] = [{"part": part, "bytes": size} for part, size in parts_at_peak(step.blocks).items()]
             tables["operators"] = [
                 {

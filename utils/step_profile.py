@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -16,9 +17,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from utils.profiling import synchronize
+from utils.timeline import span
 
 EMPTY, EMPTY_CALLS = "operators with nothing to do", 50
 LEFT = {"forward": "activations", "backward": "gradients", "optimizer": "optimizer"}  # what a span leaves in memory
+GRAPH_LAUNCHES = ("cudaGraphLaunch", "hipGraphLaunch")
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as a trace numbers them; AMD's GPUs are `cuda`, too
 Event = dict[str, Any]  # of a trace in Chrome's format; times in microseconds
 Storages = dict[int, tuple[str, int]]  # part and bytes of each storage, by its address
@@ -31,48 +34,62 @@ class StepProfile:
     Args:
         calls, seconds, allocated: of each operator without those that it calls. On a GPU the seconds are those
             of its kernels. `allocated` is in bytes, whatever became of them.
-        working: seconds in which operators worked, without what it takes to start them; on a GPU, its kernels.
+        working: seconds in which operators worked, without what it takes to start them; on a GPU, its kernels, and
+            None where none were seen.
+        waiting: seconds in which operators waited for other ranks, but those in a `communication` span; on a GPU
+            seconds in which no kernels ran but those that communicate, in a span or not.
+        is_recorded: whether CUDA graphs were replayed.
         blocks: all that was in memory.
     """
 
     calls: Counter
     seconds: dict[str, float]
     allocated: dict[str, int]
-    working: float
+    working: float | None
+    waiting: float
+    is_recorded: bool
     blocks: "list[Block]"
 
 
 class StepProfiler:
-    """Profiles what happens in its block: one step. The trace stays as a file that Perfetto opens.
+    """Profiles one step. The trace stays as a file that Perfetto opens, if there is a path for it.
 
     Args:
         known: gives the tensors that live longer than a step, by part: `weights`, `gradients` and so on.
     """
 
-    def __init__(self, device: torch.device, known: Callable[[], dict[str, Iterable[Tensor]]], path: Path):
+    def __init__(self, device: torch.device, known: Callable[[], dict[str, Iterable[Tensor]]], path: Path | None):
         self.device, self.known, self.path = device, known, path
-        self.found: StepProfile | None = None
+        self.profiler: profile | None = None
 
-    def __enter__(self) -> "StepProfiler":
+    @span("profiling")
+    def start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints its own steps
         synchronize(self.device)
         self.before = storages(self.known(), self.device)
         self.profiler = profile(activities=activities(self.device), profile_memory=True, acc_events=True)
-        self.profiler.__enter__()
+        self.profiler.start()
         one = torch.ones(1, 1, device=self.device)
         with record_function(EMPTY):
             for _ in range(EMPTY_CALLS):
                 one @ one
-        return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if kind is None:
-            synchronize(self.device)
-        self.profiler.__exit__(kind, error, trace)
-        if kind is None:
-            self.profiler.export_chrome_trace(str(self.path))
-            events = json.loads(self.path.read_text())["traceEvents"]
-            self.found = read_trace(events, self.device.type, self.before)
+    @span("profiling")
+    def stop(self) -> StepProfile:
+        """Return what happened since the start. Raises OSError where there is no room for the trace."""
+        synchronize(self.device)
+        profiler, self.profiler = self.profiler, None
+        profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = self.path or Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        return read_trace(events, self.device.type, self.before)
+
+    def close(self) -> None:
+        """End a profile that is not to the end."""
+        if self.profiler:
+            self.profiler.stop()
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
@@ -111,18 +128,24 @@ def read_trace(events: list[Event], device_type: str, before: Storages) -> StepP
     if device_type == "cpu":
         for e, time in own:
             seconds[e["name"]] += time / 1e6
-        working = sum(max(time - empty_call, 0) for e, time in own if e["tid"] == empty["tid"]) / 1e6
+        mine = [(e, time) for e, time in own if e["tid"] == empty["tid"]]
+        working = sum(max(time - empty_call, 0) for e, time in mine if not sends(e)) / 1e6
+        spans_of_it = [e for e in annotations if e["name"] == "communication"]
+        waiting = sum(time for e, time in mine if sends(e) and not any(lies_in(e, s) for s in spans_of_it)) / 1e6
     else:
         launched_by = {e["args"]["External id"]: e["name"] for e, _ in own if "External id" in e.get("args", {})}
         kernels = [e for e in spans if e.get("cat") == "kernel" and e["ts"] >= begin]
         for e in kernels:
             seconds[launched_by.get(e["args"].get("External id"), e["name"])] += e["dur"] / 1e6
-        working = covered([(e["ts"], e["ts"] + e["dur"]) for e in kernels if "nccl" not in e["name"]]) / 1e6
+        busy, working = covered(kernels) / 1e6, covered([e for e in kernels if not sends(e)]) / 1e6
+        working, waiting = (working, busy - working) if kernels else (None, 0.0)
     return StepProfile(
         calls=Counter(e["name"] for e, _ in own),
         seconds=seconds,
         allocated=allocations([e for e, _ in own], moments),
         working=working,
+        waiting=waiting,
+        is_recorded=any(e["name"] in GRAPH_LAUNCHES for e in spans),
         blocks=memory_blocks(moments, annotations, before),
     )
 
@@ -141,11 +164,21 @@ def own_times(calls: list[Event]) -> list[tuple[Event, float]]:
     return list(zip(calls, own))
 
 
-def covered(intervals: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
+def sends(event: Event) -> bool:
+    """Whether an operator or a kernel communicates: those of PyTorch's c10d, and of NCCL (RCCL has the same name)."""
+    return "c10d" in event["name"] or "nccl" in event["name"]
+
+
+def lies_in(inner: Event, outer: Event) -> bool:
+    return inner["tid"] == outer["tid"] and outer["ts"] <= inner["ts"] < outer["ts"] + outer["dur"]
+
+
+def covered(events: list[Event]) -> float:
+    """Return the time in which at least one event went on. They come in their order."""
     total, reached = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(end - max(start, reached), 0)
+    for e in events:
+        end = e["ts"] + e["dur"]
+        total += max(end - max(e["ts"], reached), 0)
         reached = max(reached, end)
     return total
 

@@ -1,10 +1,13 @@
 """What a run takes of the machine: cores, memory, disk, network, and the GPU's use and energy (`--report`)."""
 
 import contextlib
+import logging
+import os
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -18,8 +21,18 @@ INTERVAL = 1.0  # s between two looks
 GPU = {  # what PyTorch asks of NVML or amdsmi, in units of the report
     "gpu_use": lambda device: torch.cuda.utilization(device) / 100,
     "gpu_memory_gb": lambda device: torch.cuda.device_memory_used(device) / 2**30,
-    "gpu_watts": lambda device: torch.cuda.power_draw(device) / 1e3,
+    # NVML tells milliwatts, amdsmi watts.
+    "gpu_watts": lambda device: torch.cuda.power_draw(device) / (1 if torch.version.hip else 1e3),
 }
+
+
+@contextlib.contextmanager
+def harmless(what: str) -> Iterator[None]:
+    """Let training go on where something that only looks on fails."""
+    try:
+        yield
+    except Exception as error:
+        logging.warning("%s failed (%s): training goes on", what, f"{error}".split("\n")[0] or type(error).__name__)
 
 
 def check_psutil() -> None:
@@ -28,22 +41,28 @@ def check_psutil() -> None:
         raise ValueError("report needs psutil, which is not installed: `pip install psutil`, or leave --report out")
 
 
+def cores_in_reach() -> set[int]:
+    """Return the CPU cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 class SystemWatch:
     """Looks at this process and at its GPU once a second, in a thread of its own.
 
-    Reader processes of this one count with it. What the node sends and receives is that of all its processes.
+    Reader processes of this one count with it. What the node sends and receives is that of all its processes. What
+    cannot be known is left out: drivers and containers may hide some of it.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.process = device, psutil.Process()
-        self.gpu = {}
+        looks = {
+            "memory_gb": lambda: self.process.memory_info().rss / 2**30,
+            "node_memory": lambda: psutil.virtual_memory().percent / 100,
+        }
         if device.type == "cuda":
-            for name, ask in GPU.items():
-                # Without nvidia-ml-py or amdsmi, or on a part of a GPU, some of it cannot be known.
-                with contextlib.suppress(Exception):
-                    ask(device)
-                    self.gpu[name] = ask
-        self.samples: list[dict[str, float]] = []
+            looks |= {name: (lambda ask=ask: ask(device)) for name, ask in GPU.items()}
+        self.looks = looks
+        self.samples: dict[str, list[float]] = defaultdict(list)
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.begin, self.counters = time.perf_counter(), self._counters()
         self.thread = threading.Thread(target=self._watch, daemon=True)
@@ -57,50 +76,52 @@ class SystemWatch:
         gpu_use: share of the time in which a kernel ran. gpu_memory_gb: at the most. joules: of the GPU.
         """
         self._look()
-        now, counters = time.perf_counter(), self._counters()
+        now, before, self.counters = time.perf_counter(), self.counters, self._counters()
         with self.lock:
-            samples, self.samples = self.samples, []
+            samples, self.samples = self.samples, defaultdict(list)
         seconds, self.begin = now - self.begin, now
-        used = {name: counters[name] - before for name, before in self.counters.items() if name in counters}
-        self.counters = counters
-        found = {"seconds": seconds, "cores": used.pop("cpu_seconds") / seconds}
-        found |= {name: size / 2**30 for name, size in used.items()}
-        for name in ("memory_gb", "node_memory", "gpu_memory_gb"):
-            if name in samples[0]:
-                found[name] = max(sample[name] for sample in samples)
-        if "gpu_use" in self.gpu:
-            found["gpu_use"] = fmean(sample["gpu_use"] for sample in samples)
-        if "gpu_watts" in self.gpu:
-            found["joules"] = seconds * fmean(sample["gpu_watts"] for sample in samples)
+        used: dict[str, float] = defaultdict(float)
+        for (name, owner), total in self.counters.items():
+            # What a process did before it was seen first is of this time, too: it is a reader that has just begun.
+            used[name] += total - before.get((name, owner), 0.0 if owner else total)
+        found = {"seconds": seconds, "cores": used.pop("cpu_seconds") / seconds, **used}
+        found |= {name: max(values) for name, values in samples.items() if name.endswith(("memory", "memory_gb"))}
+        if "gpu_use" in samples:
+            found["gpu_use"] = fmean(samples["gpu_use"])
+        if "gpu_watts" in samples:
+            found["joules"] = seconds * fmean(samples["gpu_watts"])
         return found
 
     def close(self) -> None:
         self.ended.set()
-        self.thread.join()
+        self.thread.join(timeout=5)  # a driver may not answer
 
     def _watch(self) -> None:
         while not self.ended.wait(INTERVAL):
             self._look()
 
     def _look(self) -> None:
-        sample = {
-            "memory_gb": self.process.memory_info().rss / 2**30,
-            "node_memory": psutil.virtual_memory().percent / 100,
-            **{name: ask(self.device) for name, ask in self.gpu.items()},
-        }
-        with self.lock:
-            self.samples.append(sample)
+        for name, look in list(self.looks.items()):
+            try:
+                value = look()
+            except Exception:  # of a driver, of a library that is not installed
+                self.looks.pop(name, None)
+                continue
+            with self.lock:
+                self.samples[name].append(value)
 
-    def _counters(self) -> dict[str, float]:
-        """Return CPU seconds, and bytes by storage and network, since the start of the processes and of the node."""
-        totals: dict[str, Any] = {"cpu_seconds": 0.0, "read_gb": 0, "written_gb": 0}
+    def _counters(self) -> dict[tuple[str, int], float]:
+        """Return CPU seconds and GiB by storage of each process, and by network of the node (0), since their start."""
+        totals: dict[tuple[str, int], float] = {}
         for process in (self.process, *self.process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it has just ended
                 times = process.cpu_times()
-                totals["cpu_seconds"] += times.user + times.system
+                totals["cpu_seconds", process.pid] = times.user + times.system
                 with contextlib.suppress(AttributeError):  # not on every platform
                     io = process.io_counters()
-                    totals["read_gb"] += io.read_bytes
-                    totals["written_gb"] += io.write_bytes
-        network = psutil.net_io_counters()
-        return totals | {"sent_gb": network.bytes_sent, "received_gb": network.bytes_recv}
+                    totals["read_gb", process.pid] = io.read_bytes / 2**30
+                    totals["written_gb", process.pid] = io.write_bytes / 2**30
+        if network := psutil.net_io_counters():  # None where no interface is seen
+            totals["sent_gb", 0] = network.bytes_sent / 2**30
+            totals["received_gb", 0] = network.bytes_recv / 2**30
+        return totals

@@ -22,7 +22,9 @@ PARTS = {
     "validation": "",
     "checkpoint": "copies, and waits for the save before",
     "logging": "records and pictures; the other ranks wait for them",
-    timeline.ELSEWHERE: "between steps; setup, in the first epoch",
+    "profiling": "what it takes to look at a step",
+    "setup": "until the first step",
+    timeline.ELSEWHERE: "between steps",
 }
 
 
@@ -46,6 +48,13 @@ class TimeReport:
         self.records: list[dict[str, Any]] = []
         self.ranks: list[dict[str, list[float]]] = []  # of each record: the seconds of each part on every rank
         self.begin = time.perf_counter()
+        self.clock.enter("setup")
+        self.is_set_up = False
+
+    def step_begins(self) -> None:
+        if not self.is_set_up:
+            self.clock.leave()
+            self.is_set_up = True
 
     def record(self, epoch: int, iteration: int) -> None:
         """Record the time since the last record: an epoch, or what was done of it. On a GPU it waits for the device."""
@@ -66,13 +75,15 @@ class TimeReport:
         if self.write:
             self.write(record)
 
-    def close(self) -> None:
-        timeline.stop_timeline()
-
     @property
     def typical(self) -> list[dict[str, Any]]:
         """The records of this process but its first, if there are more: in that it warms up."""
         return self.records[1:] or self.records
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the typical records."""
+        return sum(record["iterations"] for record in self.typical)
 
     def by_rank(self) -> dict[str, list[float]]:
         """Return the seconds of each part on every rank, over the same records."""
@@ -82,7 +93,7 @@ class TimeReport:
     def table(self) -> Iterator[str]:
         """Yield the lines of a table of the typical records."""
         records = self.typical
-        wall, iterations = (sum(record[key] for record in records) for key in ("wall", "iterations"))
+        wall, iterations = sum(record["wall"] for record in records), self.iterations
         first = " after the first epoch of this process" if self.records[1:] else ""
         yield f"Time of {iterations} iterations{first}, and what belongs to them: {wall:.2f} s"
         yield "  part            seconds   share  ms/iteration  longest"

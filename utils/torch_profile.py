@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from utils.step_profile import activities, memory_blocks, memory_moments, storages, timeline
+from utils.timeline import span
 
 
 class TorchProfile:
@@ -54,8 +55,9 @@ class TorchProfile:
         """Whether it records or warms up: two profilers cannot do so at once."""
         return self.done < self.end
 
+    @span("profiling")
     def step(self) -> None:
-        """Say that a step is done."""
+        """Say that a step is done. Raises OSError where there is no room for the trace."""
         if not self.is_at_work:
             return
         self.done += 1
@@ -65,7 +67,7 @@ class TorchProfile:
             self.profiler.stop()
 
     def close(self) -> None:
-        """End it; a run that was shorter than that has no trace, or one of less steps."""
+        """End it; a run that was stopped before that has no trace, or one of less steps."""
         if self.is_at_work:
             logging.warning("--profile torch: the run ended after %d of %d steps of it", self.done, self.end)
             self.done = self.end
@@ -79,10 +81,12 @@ class TorchProfile:
 
     def _write(self, profiler: profile) -> None:
         name = f"rank{self.rank}"
-        tensorboard_trace_handler(str(self.folder), name, use_gzip=True)(profiler)
         if self.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}_memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            try:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}_memory.pickle"))
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        tensorboard_trace_handler(str(self.folder), name, use_gzip=True)(profiler)
         newest = max(self.folder.glob(f"{name}.*.pt.trace.json.gz"))
         events = json.loads(gzip.decompress(newest.read_bytes()))["traceEvents"]
         annotations = [e for e in events if e.get("cat") == "user_annotation"]

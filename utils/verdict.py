@@ -12,10 +12,12 @@ BOUNDS = {
     "copying": "data went to the device, were normalised, and nothing else went on",
     "launching": "no operator worked: the host was starting the next one",
     "computing": "operators worked",
+    "launching or computing": "operators worked or were started: which of the two no profiler could tell here",
     "communicating": "even the last rank waited for what ranks send to each other",
     "waiting for the slowest rank": "the ranks stood still until the slowest one came",
 }
-ASIDE = ("validation", "checkpoint", "logging")  # parts of a run that are no training
+ASIDE = ("validation", "checkpoint", "logging", "profiling")  # parts of a run that are no training
+COMPUTE = ("forward", "backward", "optimizer", "step")
 MANY = 0.2  # share of the run that is worth a word
 
 
@@ -25,15 +27,20 @@ class Measured:
 
     Args:
         seconds: the parts of a timeline, each with its seconds on every rank, over the same iterations.
-        idle: the share of a step's computing in which no operator works, on this rank.
+        steps: what the profile of one step found on every rank (`working` and `waiting` of a StepProfile); None
+            where there is none.
+        iterations: that `seconds` belong to.
+        is_recorded: steps are CUDA graphs.
         is_direct: the files are read without HDF5.
         cores: CPU cores that a rank has.
         mfu: share of the device's peak, or None where it is not known.
     """
 
     seconds: dict[str, list[float]]
-    idle: float
+    steps: list[tuple[float | None, float] | None]
+    iterations: int
     on_gpu: bool
+    is_recorded: bool
     is_direct: bool
     cores: int
     mfu: float | None = None
@@ -49,26 +56,41 @@ class Measured:
         The others wait longer, for it. These are the shares of the rank that waits longest: a slow one cannot hide
         among many.
         """
-        waits = self.seconds["communication"]
-        mine = {part: seconds[waits.index(max(waits))] for part, seconds in self.seconds.items()}
-        computed = sum(mine[part] for part in ("forward", "backward", "optimizer", "step", "other"))
+        waits = self.waits()
+        longest = waits.index(max(waits))
+        mine = {part: seconds[longest] for part, seconds in self.seconds.items()}
+        computed, step = sum(mine[part] for part in COMPUTE) - self.unseen(longest), self.steps[longest]
+        if step is None or step[0] is None:
+            of_computing = {"launching or computing": computed + mine["other"]}
+        else:
+            worked = min(step[0] * self.iterations, computed)
+            of_computing = {"launching": computed - worked + mine["other"], "computing": worked}
         seconds = {
             "reading": mine["data wait"],
             "copying": mine["data copy"],
-            "launching": self.idle * computed,
-            "computing": (1 - self.idle) * computed,
+            **of_computing,
             "communicating": min(waits),
             "waiting for the slowest rank": max(waits) - min(waits),
         }
         total = sum(seconds.values())
         return {name: value / total for name, value in seconds.items()}
 
+    def unseen(self, rank: int) -> float:
+        """Return the seconds in which a rank waits for others inside compiled or recorded code, as its profile says."""
+        step, spoken = self.steps[rank], self.seconds["communication"][rank]
+        waited = step[1] * self.iterations - (spoken if self.on_gpu else 0.0) if step else 0.0
+        return min(max(waited, 0.0), sum(self.seconds[part][rank] for part in COMPUTE))
+
+    def waits(self) -> list[float]:
+        """Return the seconds in which each rank waits for others."""
+        return [spoken + self.unseen(rank) for rank, spoken in enumerate(self.seconds["communication"])]
+
     def slowest_rank(self) -> tuple[int, str]:
         """Return the rank that the others wait for, and the part that takes it longer than them."""
-        waits = self.seconds["communication"]
+        waits = self.waits()
         rank = waits.index(min(waits))
-        others = (part for part in self.seconds if part not in ("communication", *ASIDE))
-        return rank, max(others, key=lambda part: self.seconds[part][rank] - fmean(self.seconds[part]))
+        parts = (part for part in self.seconds if part not in ("communication", "validation"))
+        return rank, max(parts, key=lambda part: self.seconds[part][rank] - fmean(self.seconds[part]))
 
 
 def verdict(measured: Measured, config: Config) -> str:
@@ -111,12 +133,12 @@ def advice(bound: str, measured: Measured, config: Config) -> Iterator[str]:
         if measured.on_gpu and config.data_loader_config != "dali":
             yield "--data_loader_config dali, which normalises on its own stream"
         yield "files of float16: half the bytes"
-    elif bound == "launching":
+    elif bound in ("launching", "launching or computing"):
         if not config.enable_jit:
             yield "--enable_jit: fewer and larger kernels"
         if not config.enable_fused:
             yield "--enable_fused: the optimiser in one kernel"
-        if measured.on_gpu:
+        if measured.on_gpu and not measured.is_recorded:
             yield "train_mp_graphs.py, which launches a recorded step at once"
         yield "a larger --local_batch_size: more work for each launch"
     elif bound == "computing":
@@ -141,4 +163,6 @@ def advice(bound: str, measured: Measured, config: Config) -> Iterator[str]:
         rank, part = measured.slowest_rank()
         if part == "data wait":
             yield from advice("reading", measured, config)
+        if part in ASIDE:
+            yield f"less often what takes its {part}"
         yield f"`make doctor` on the node of rank {rank}: another job there, fewer cores, a slower clock?"

@@ -37,13 +37,18 @@ class Curves:
             for board in self.boards:
                 board.add_image(name, pixels, step, dataformats="HWC")
 
-    def flush(self) -> None:
-        """Bring all of it to the disk. What failed before is opened anew."""
+    def sync(self) -> None:
+        """Bring TensorBoard's to the disk: what failed before is opened anew. Any thread may call this."""
         with self.if_there_is_room():
             if self.is_broken:
                 self.boards[0], self.is_broken = SummaryWriter(self.folder / "logs"), False
-            for board in self.boards:
-                board.flush()
+            self.boards[0].flush()
+
+    def flush(self) -> None:
+        """Bring all of it to where it belongs."""
+        self.sync()
+        for tracker in self.boards[1:]:
+            tracker.flush()
 
     def close(self, status: str) -> None:
         """End the run: FINISHED, FAILED, or KILLED where it can go on."""

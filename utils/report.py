@@ -55,7 +55,7 @@ class Report:
 
     def sync(self) -> None:
         """Bring all records up to here to the disk. Raises OSError where it does not take them."""
-        self.curves.flush()
+        self.curves.sync()
         self._write_lines()
         os.fsync(self.records.fileno())
 

@@ -57,6 +57,9 @@ class MlflowBoard:
 
     @or_give_up
     def _open(self, folder: Path, config: Config) -> None:
+        # A server that is gone shall not hold up training for long.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")  # s
         from mlflow import MlflowClient
 
         self.folder, self.metrics, self.sent = folder, [], {}
@@ -100,11 +103,12 @@ class MlflowBoard:
 
     @or_give_up
     def close(self, status: str = "FINISHED") -> None:
-        """Send the rest, and the run's files, and end it: FINISHED, FAILED, or KILLED where it can go on."""
+        """Send the rest, and the run's files, and end it: FINISHED, FAILED, or KILLED where it can go on.
+
+        Traces stay where they are: they are large, and a job at its limit has not long.
+        """
         self.flush()
-        for path in (self.folder / "out.log", self.folder / "metrics.jsonl", self.folder / "config.yaml"):
-            if path.exists():
+        for name in ("out.log", "metrics.jsonl", "config.yaml", "report/report.json"):
+            if (path := self.folder / name).exists():
                 self.client.log_artifact(self.run, str(path))
-        if (self.folder / "report").is_dir():
-            self.client.log_artifacts(self.run, str(self.folder / "report"), "report")
         self.client.set_terminated(self.run, status)

@@ -10,6 +10,7 @@ import train
 from distributed import mappings
 from utils.frame_reader import FrameReader
 from utils.launch import start
+from utils.step_profile import StepProfiler
 from utils.weather_data import WeatherData
 
 
@@ -36,6 +37,8 @@ elif case == "slow copies of rank 1" and is_last:
     slowed(WeatherData, "to_device", 0.15)
 elif case == "slow rank" and is_last:
     slowed(train, "learning_rate")
+elif case == "no profile of rank 0" and not is_last:
+    del StepProfiler.start
 elif case == "slow collectives":
     for name in ("all_gather_single", "reduce_scatter_single"):
         slowed(mappings, name)

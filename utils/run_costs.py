@@ -81,18 +81,22 @@ class RunCosts:
         with harmless("looking at the machine"):
             mine = self.system.take()
         dist.all_gather_object(ranks, mine)
-        nodes = {node: rank for (node, _), rank in zip(self.places, ranks)}  # one rank of each
         found = {"event": "system", "epoch": epoch, "iteration": iteration, "seconds": self.time.records[-1]["wall"]}
-        known = set.intersection(*(set(rank) for rank in ranks))  # one GPU may not tell what others do
-        found |= {name: sum(rank[name] for rank in ranks) for name in ADDED if name in known}
-        found |= {name: sum(rank[name] for rank in nodes.values()) for name in OF_A_NODE if name in known}
-        found |= {name: max(rank[name] for rank in ranks) for name in LARGEST if name in known}
-        found |= {name: fmean(rank[name] for rank in ranks) for name in MEAN if name in known}
+        found |= self.together(ranks)
         if "joules" in found and iterations:
             found["joules_per_sample"] = found["joules"] / (iterations * self.config.global_batch_size)
         self.systems.append(found)
         if self.report:
             self.report.costs(found)
+
+    def together(self, ranks: list[dict[str, float]]) -> dict[str, float]:
+        """Return the figures of all ranks; not those that a rank does not know."""
+        known = set.intersection(*(set(rank) for rank in ranks))
+        nodes = {node: rank for (node, _), rank in zip(self.places, ranks)}  # one rank of each
+        found = {name: sum(rank[name] for rank in ranks) for name in ADDED if name in known}
+        found |= {name: sum(rank[name] for rank in nodes.values()) for name in OF_A_NODE if name in known}
+        found |= {name: max(rank[name] for rank in ranks) for name in LARGEST if name in known}
+        return found | {name: fmean(rank[name] for rank in ranks) for name in MEAN if name in known}
 
     def close(self) -> None:
         stop_timeline()

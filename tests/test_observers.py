@@ -1,0 +1,125 @@
+"""What looks at a run never ends it: whatever fails there is a warning."""
+
+import json
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+import train
+from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
+from utils import run_costs, step_profile, system_watch
+from utils.launch import Ended
+from utils.run_costs import RunCosts
+from utils.step_profile import StepProfiler
+from utils.system_watch import SystemWatch
+from utils.torch_profile import TorchProfile
+
+FULL = OSError(28, "No space left on device")
+TRACED = ["--profile", "torch", "--profile_steps", "1", "0", "1"]
+
+
+def failing(error: Exception):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "owner, name, error, flags, warning",
+    [
+        (StepProfiler, "start", RuntimeError("no profiler"), [], "the profile of a step failed (no profiler)"),
+        (step_profile, "read_trace", ValueError("not JSON"), [], "the profile of a step failed (not JSON)"),
+        (TorchProfile, "__init__", FULL, TRACED, "--profile torch failed ([Errno 28]"),
+        (TorchProfile, "_write", FULL, TRACED, "--profile torch failed ([Errno 28]"),
+        (SystemWatch, "take", psutil.AccessDenied(), [], "looking at the machine failed"),
+        (run_costs, "write_csv", FULL, [], "The tables of the report are not written"),
+    ],
+)
+def test_training_goes_on_without_what_fails(tiny, monkeypatch, owner, name, error, flags, warning):
+    plain = run_here(tiny_flags(tiny, "--run_num", "plain"))
+    monkeypatch.setattr(owner, name, failing(error))
+    folder = run_here(tiny_flags(tiny, "--report", *flags))
+    assert losses(folder) == losses(plain)
+    log = (folder / "out.log").read_text()
+    assert log.count(f"WARNING - {warning}") == (2 if name == "take" else 1) and "DONE ---- rank 0" in log
+    assert "Verdict: This run is bound by " in log
+    monkeypatch.undo()
+    again = run_here(tiny_flags(tiny, "--report", "--run_num", "again"))  # nothing is left switched on
+    assert "Operators of one step" in (again / "out.log").read_text()
+
+
+def test_a_rank_whose_profile_fails_holds_up_nobody(tiny):
+    argv = tiny_flags(tiny, "--report", "--checkpoint_every", "None")
+    results = run_ranks(2, [str(ROOT / "tests/verdict_worker.py"), "no profile of rank 0", "train.py", *argv])
+    assert [done.returncode for done in results] == [0, 0], results[0].stderr
+    report = json.loads((run_folder(argv, "2GPU") / "report/report.json").read_text())
+    assert "operators" not in report and "verdict" in report
+
+
+def test_a_run_that_stops_in_its_profiled_step(tiny):
+    """The clock stops it after the last step of the first epoch, which is the one that is profiled."""
+    argv = tiny_flags(tiny, "--report", "--num_iters", "6")
+    original, steps = train.forward_backward, []
+
+    def one_step(*args, **kwargs):
+        steps.append(1)
+        return original(*args, **kwargs)
+
+    with (
+        mock.patch.object(train, "forward_backward", one_step),
+        mock.patch("utils.stop.StopRequests.agree", lambda self: (len(steps) == 2, False)),
+        pytest.raises(Ended),
+    ):
+        run_here(argv)
+    folder = run_here([*argv, "--resume", "auto"])
+    assert [event["epoch"] for event in records(folder, "time")] == [1, 1, 2, 3]
+    assert "Operators of one step" in (folder / "out.log").read_text()
+
+
+def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
+    asked = []
+
+    def power(device):
+        asked.append(device)
+        raise RuntimeError("NVML: not supported")
+
+    monkeypatch.setattr(system_watch, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": power})
+    monkeypatch.setattr(psutil, "net_io_counters", lambda: None)
+    watch = SystemWatch(torch.device("cuda"))
+    watch.take()
+    found = watch.take()
+    watch.close()
+    assert found["gpu_use"] == 0.5 and len(asked) == 1 and not {"joules", "sent_gb"} & set(found)
+
+
+def test_readers_that_end_and_begin(monkeypatch):
+    """A process counts with what it did since the last look; one that ends takes nothing away."""
+    watch = SystemWatch(torch.device("cpu"))
+    watch.close()
+    looks = iter(
+        [
+            {("cpu_seconds", 1): 10.0, ("cpu_seconds", 2): 50.0, ("sent_gb", 0): 7.0},
+            {("cpu_seconds", 1): 12.0, ("cpu_seconds", 3): 1.0, ("sent_gb", 0): 9.0},
+        ]
+    )
+    monkeypatch.setattr(watch, "_counters", lambda: next(looks))
+    watch.take()
+    found = watch.take()
+    assert found["cores"] * found["seconds"] == pytest.approx(3) and found["sent_gb"] == 2
+
+
+def test_what_ranks_tell_together(tiny):
+    """Each figure in its way; what one of the GPUs does not tell is not there."""
+    told = [
+        {"cores": 2.0, "memory_gb": 1.0, "sent_gb": 5.0, "gpu_use": 0.5, "joules": 30.0},
+        {"cores": 1.0, "memory_gb": 3.0, "sent_gb": 5.0, "gpu_use": 0.7},
+        {"cores": 1.0, "memory_gb": 2.0, "sent_gb": 4.0, "gpu_use": 0.6, "joules": 30.0},
+    ]
+    costs = RunCosts.__new__(RunCosts)
+    costs.places = [("a", {0, 1}), ("a", {0, 1}), ("b", {0})]
+    assert costs.together(told) == {
+        "cores": 4.0, "memory_gb": 3.0, "sent_gb": 9.0, "gpu_use": pytest.approx(0.6),
+    }  # fmt: skip

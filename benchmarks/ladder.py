@@ -10,17 +10,19 @@ the rung below, each within one round. It is noise where these ratios lie on bot
 of the baseline to itself. What the machine cannot do is skipped, with the reason.
 
 Writes ladder.json, ladder.md, ladder.png and ladder.html (all in one page) to `--out`. Interrupted, the same command
-goes on where it stopped.
+goes on where it stopped; runs.jsonl has what was done.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,12 @@ import torch  # noqa: E402
 
 from benchmarks import ladder_report  # noqa: E402
 from benchmarks.record import device_name  # noqa: E402
+from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
+from utils.weather_data import WeatherData  # noqa: E402
 
 EPOCHS = 2
-GRAPH_WARMUP = 4
+LEAST = 3  # iterations of an epoch: the first of them waits for the reader to start
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,10 @@ def all_rungs(nproc: int, batch: int) -> list[Rung]:
         "no gradients sent": ("--noddp",),
     }.items():
         rungs.append(Rung("data parallel", name, (*flags, *more), batch * nproc, ddp, ranks=nproc))
-    script = "benchmarks/data_parallel.py"
-    rungs.append(Rung("data parallel", "DataParallel", flags, batch * nproc, ddp, script, needs="2 GPUs"))
+    plain = (*flags, "--no_enable_jit")  # DataParallel copies the model in each step, which cannot be compiled
+    rungs.append(Rung("data parallel", "not compiled", plain, batch * nproc, ddp, ranks=nproc, needs="2 GPUs"))
+    script, below = "benchmarks/data_parallel.py", rungs[-1].key
+    rungs.append(Rung("data parallel", "DataParallel", plain, batch * nproc, below, script, needs="2 GPUs"))
 
     tp, cp = f"--tensor_parallel={nproc}", f"--context_parallel={nproc}"
     grids = {
@@ -167,32 +173,39 @@ def launch(rung: Rung) -> tuple[list[str], dict[str, str]]:
         command = [sys.executable, *torchrun, rung.script]
     else:
         command = script
-    threads = max(len(os.sched_getaffinity(0)) // rung.ranks, 1)
+    here = -(-rung.ranks // int(os.environ.get("SLURM_NNODES", 1))) if in_job else rung.ranks
+    threads = max(len(os.sched_getaffinity(0)) // here, 1)
     return command, {"OMP_NUM_THREADS": str(threads)} | dict(os.environ)
 
 
-def run(rung: Rung, flags: list[str], iterations: int, folder: Path, limit: float) -> dict[str, Any]:
-    """Train, and return what the run recorded; {"skipped": reason} where the machine cannot do it."""
+def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Path, limit: float) -> dict[str, Any]:
+    """Train, and return what the run recorded; {"skipped": reason} where the machine, or the data, cannot do it.
+
+    Args:
+        iterations: of an epoch, at the most.
+        samples: there are for training.
+        folder: for the run's files.
+        limit: seconds that it may take.
+    """
     if missing := lacks(rung.needs):
         return {"skipped": missing}
+    iterations = min(iterations, samples // rung.batch)
+    if iterations < LEAST:
+        return {"skipped": f"{samples} samples are less than {LEAST} batches of {rung.batch}"}
     shutil.rmtree(folder, ignore_errors=True)
     command, env = launch(rung)
-    samples = [f"--limit_nsamples={iterations * rung.batch}", f"--limit_nsamples_val={rung.batch}"]
+    epoch = [f"--limit_nsamples={iterations * rung.batch}", f"--limit_nsamples_val={rung.batch}"]
     size = ["--local_batch_size=None", f"--global_batch_size={rung.batch}", f"--num_iters={EPOCHS * iterations}"]
     more = ["--checkpoint_every=None", "--resume=none", f"--expdir={folder}"]
     try:
-        done = subprocess.run(
-            [*command, *flags, *rung.flags, *size, *samples, *more],
-            cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit,
-        )  # fmt: skip
+        code, errors = call([*command, *flags, *rung.flags, *size, *epoch, *more], env, limit)
     except subprocess.TimeoutExpired:
         return {"skipped": f"not done after {limit / 60:g} minutes"}
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error:" in line or "Error" in line]
-        return {"skipped": (errors or done.stderr.strip().splitlines() or ["no message"])[-1][-300:]}
+    if code:
+        return {"skipped": reason(errors)}
     (path,) = folder.glob("*/*/*/metrics.jsonl")
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    first, last = (event for event in events if event["event"] == "epoch")
+    first, last = [event for event in events if event["event"] == "epoch"]
     shutil.rmtree(folder)
     seconds = rung.batch / last["samples_per_sec"]
     return {
@@ -206,6 +219,36 @@ def run(rung: Rung, flags: list[str], iterations: int, folder: Path, limit: floa
     }
 
 
+def call(command: list[str], env: dict[str, str], limit: float) -> tuple[int, str]:
+    """Run a command and all that it starts; return its exit code and what it said of errors.
+
+    Raises subprocess.TimeoutExpired after `limit` seconds. Nothing of it is left then, or when this is interrupted.
+    """
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, errors = process.communicate(timeout=limit)
+        return process.returncode, errors
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)  # srun passes it on to its ranks, torchrun to its own
+        try:
+            process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        raise
+
+
+def reason(errors: str) -> str:
+    """Return the line that says why a run failed: our own, else the first error of any; a launcher's comes last."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    ours = [line for line in lines if ".py: error: " in line]
+    any_error = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (ours or any_error or lines[-1:] or ["no message"])[0][-300:]
+
+
 class Runs:
     """The runs of a ladder, each on the disk when it is done.
 
@@ -215,14 +258,14 @@ class Runs:
     def __init__(self, path: Path, setup: dict[str, Any]):
         self.path, self.done = path, {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            found, *lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-            if found != setup:
-                changed = ", ".join(name for name in setup if found.get(name) != setup[name])
-                raise ValueError(f"{path} is of another ladder ({changed} changed): give another --out, or --fresh")
-            self.done = {(line["rung"], line["round"]): line for line in lines}
-        else:
-            path.write_text(json.dumps(setup) + "\n")
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        found, *runs = [json.loads(line) for line in lines if line.endswith("\n")] or [setup]
+        if found != setup:
+            changed = ", ".join(name for name in setup if found.get(name) != setup[name])
+            raise ValueError(f"{path} is of another ladder ({changed} changed): give another --out, or --fresh")
+        self.done = {(run["rung"], run["round"]): run for run in runs}
+        # Anew, because the last line may be half a line.
+        path.write_text("".join(json.dumps(line) + "\n" for line in (setup, *runs)))
 
     def add(self, rung: Rung, number: int, result: dict[str, Any]) -> None:
         line = {"rung": rung.key, "round": number, **result}
@@ -307,6 +350,32 @@ def chosen(rungs: list[Rung], names: list[str] | None) -> list[Rung]:
     return [rung for rung in rungs if rung.key in keep]
 
 
+def commit() -> str:
+    """Return the commit in use, and whether the code differs from it."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        code = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py", "config"]).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip() + " and changes" * bool(code)
+
+
+def describe(config: Config, flags: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Return all that two runs must have in common to be compared."""
+    return {
+        "flags": flags,
+        "iterations": args.iterations,
+        "nproc": args.nproc,
+        "rungs": args.rungs or "all",
+        "device": device_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "configuration": json.loads(json.dumps(dataclasses.asdict(config))),  # as it comes back from a file
+    }
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--rungs", nargs="+", help="words of the rungs to run, such as bf16 compile; default: all")
@@ -321,7 +390,8 @@ def main(argv: list[str]) -> None:
     config = load_config(flags)[0].with_batches(1)
     out = args.out or ROOT / f"benchmarks/results/ladder_{config.config}"
     rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
-    setup = {"flags": flags, "iterations": args.iterations, "device": device_name(), "torch": torch.__version__}
+    samples = len(WeatherData(replace(config, stage_dir=None)).train_pairs)
+    setup = describe(config, flags, args)
     path = out / "runs.jsonl"
     if args.fresh:
         path.unlink(missing_ok=True)
@@ -333,12 +403,13 @@ def main(argv: list[str]) -> None:
             before = runs.of(rung)
             if before and "skipped" in before[0]:  # it will not be able to the next time either
                 continue
-            result = run(rung, flags, args.iterations, out / "runs", 60 * args.minutes)
+            result = run(rung, flags, args.iterations, samples, out / "runs", 60 * args.minutes)
             runs.add(rung, number, result)
             told = result.get("skipped") or f"{result['samples_per_sec']:.2f} samples/s"
             print(f"{number + 1}/{args.repeats}  {rung.key:50} {told}", flush=True)
     rows = evaluate(rungs, runs)
-    ladder_report.write(out, rows, setup | {"repeats": args.repeats, "config": config.config})
+    about = {name: value for name, value in setup.items() if name != "configuration"}
+    ladder_report.write(out, rows, about | {"repeats": args.repeats, "config": config.config})
     print(ladder_report.markdown(rows))
     if args.update_readme:
         ladder_report.update(ROOT / "README.md", config.config, rows)

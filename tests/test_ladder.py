@@ -1,8 +1,11 @@
 """The ladder: its rungs, what is compared with what, what noise is, and that it goes on where it stopped."""
 
 import json
+import os
 import re
+import subprocess
 
+import psutil
 import pytest
 
 from benchmarks import ladder, ladder_report
@@ -95,10 +98,42 @@ def test_runs_of_another_ladder_are_not_mixed(runs, tmp_path):
         Runs(tmp_path / "runs.jsonl", {"flags": ["--depth=3"]})
 
 
+def test_half_a_line_of_an_interrupted_ladder_is_forgotten(runs, tmp_path):
+    whole = (tmp_path / "runs.jsonl").read_text()
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"rung": "steps: + compile", "rou')
+    assert Runs(tmp_path / "runs.jsonl", {"flags": []}).done == runs.done
+    assert (tmp_path / "runs.jsonl").read_text() == whole
+    (tmp_path / "empty.jsonl").write_text('{"fla')
+    assert Runs(tmp_path / "empty.jsonl", {"flags": []}).done == {}
+
+
+def test_why_a_run_failed_in_one_line():
+    ours = "train.py: error: lr is -1.0: it takes a number above 0"
+    launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+    trace = "Traceback (most recent call last):\n  File x\nRuntimeError: no memory\n\nKeyError: 'a'"
+    assert ladder.reason(f"some warning\n{ours}\n{launcher}\n===\n") == ours
+    assert ladder.reason(f"{trace}\n{launcher}\n  train.py FAILED\n") == "RuntimeError: no memory"
+    assert ladder.reason("killed\n") == "killed" and ladder.reason("") == "no message"
+
+
+def test_too_few_samples_are_a_reason_to_skip(tmp_path):
+    found = ladder.run(RUNGS[0], [], 9, 2 * RUNGS[0].batch, tmp_path, 1)
+    assert found == {"skipped": "16 samples are less than 3 batches of 8"}
+
+
+def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path):
+    pid = tmp_path / "pid"
+    command = f"sleep 60 & echo $! > {pid}; wait"
+    with pytest.raises(subprocess.TimeoutExpired):
+        ladder.call(["bash", "-c", command], dict(os.environ), 1)
+    assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
+
+
 @pytest.mark.slow
 def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, capsys):
     flags = [*tiny_flags(tiny)[:6], "--global_batch_size=4"]
-    argv = [*flags, "--rungs", "fused", "DALI", "--iterations=2", "--repeats=1", "--out", str(tmp_path / "out")]
+    argv = [*flags, "--rungs", "fused", "DALI", "--iterations=3", "--repeats=1", "--out", str(tmp_path / "out")]
     original, started = ladder.run, []
 
     def run(rung, *args):
@@ -115,6 +150,6 @@ def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, caps
     lines = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()[1:]]
     keys = [line["rung"] for line in lines]
     assert keys[:2] == started == ["steps: baseline", "steps: the same again"] and len(set(keys)) == len(keys)
-    assert lines[0]["losses"] == lines[1]["losses"] and len(lines[0]["losses"]) == 4
+    assert lines[0]["losses"] == lines[1]["losses"] and len(lines[0]["losses"]) == 6
     assert not (tmp_path / "out/runs").exists()
     assert "| fused |" in capsys.readouterr().out

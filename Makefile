@@ -2,6 +2,8 @@
 # make test     the tests
 # make lint     ruff and its formatter
 # make help     this list
+# make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
+# make ladder   what does each optimisation bring here? The same ARGS
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
 #         faults, soak, slurm (interrupted runs), simulate, benchmark, figures
 #
@@ -20,10 +22,10 @@ READY := $(VENV)/installed
 TOOLS := $(VENV)/tools-installed
 endif
 
-.PHONY: help demo test lint format readme figures benchmark certificate mutations combinations faults soak slurm simulate clean
+.PHONY: help demo test lint format readme doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -6
+	@sed -n 's/^# //p' Makefile | head -8
 
 demo: data/demo
 	$(PYTHON) train.py --config=demo
@@ -46,6 +48,15 @@ lint: $(TOOLS)
 format: $(TOOLS)
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+
+ARGS ?= --config=demo
+
+doctor: data/demo
+	$(PYTHON) benchmarks/doctor.py $(ARGS)
+
+# About 15 minutes on 2 cores; interrupted, it goes on.
+ladder: data/demo
+	$(PYTHON) benchmarks/ladder.py $(ARGS)
 
 # Runs every laptop command of the README, as written.
 readme: data/demo

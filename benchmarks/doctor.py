@@ -10,6 +10,7 @@ that the chosen section needs. Takes a minute or two, and changes nothing.
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -30,6 +31,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import train  # noqa: E402
+from benchmarks.call import call, reason  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
@@ -37,6 +39,8 @@ from utils.data_loader import BatchReader  # noqa: E402
 from utils.model_summary import summarise  # noqa: E402
 from utils.profiling import peak_flops  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
+
+NODES = Path("/sys/devices/system/node")
 
 
 class Line(NamedTuple):
@@ -105,11 +109,12 @@ def cores(config: Config, nproc: int) -> Iterator[Line]:
     readers = nproc * config.num_data_workers
     if readers > 2 * len(mine):
         yield Line(f"{readers} readers", f"lower --num_data_workers to {max(2 * len(mine) // nproc, 1)}")
-    nodes = [cpu_list(path.read_text()) & mine for path in Path("/sys/devices/system/node").glob("node*/cpulist")]
+    nodes = [cpu_list(path.read_text()) & mine for path in NODES.glob("node*/cpulist")]
     used = [cpus for cpus in nodes if cpus]
-    if len(used) > 1:
-        bound = "bind each rank to one (srun --cpu-bind=cores, torchrun --numa-binding node)" if nproc > 1 else None
-        yield Line(f"the cores lie in {len(used)} NUMA nodes", bound)
+    if used:
+        spread = len(used) > 1 and nproc > 1
+        bind = "bind each rank to one (srun --cpu-bind=cores, torchrun --numa-binding node)"
+        yield Line(f"the cores lie in {len(used)} NUMA node(s)", bind if spread else None)
 
 
 def cpu_list(text: str) -> set[int]:
@@ -163,14 +168,16 @@ def measure_collectives(flags: list[str], nproc: int, **env: str) -> dict[str, d
     """Return for each group and collective what ranks of this node reach."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     threads = str(max(len(os.sched_getaffinity(0)) // nproc, 1))
-    done = subprocess.run(
-        [*command, str(ROOT / "benchmarks/collectives.py"), *flags],
-        cwd=ROOT, capture_output=True, text=True, env={"OMP_NUM_THREADS": threads, **os.environ, **env}, timeout=300,
-    )  # fmt: skip
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "rror:" in line]
-        raise ValueError((errors or done.stderr.strip().splitlines() or ["no message"])[-1])
-    return json.loads(done.stdout.splitlines()[-1])
+    try:
+        code, found, errors = call(
+            [*command, str(ROOT / "benchmarks/collectives.py"), *flags],
+            {"OMP_NUM_THREADS": threads, **os.environ, **env}, limit=300,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"collectives of {nproc} ranks took over 5 minutes: can they reach each other?") from None
+    if code:
+        raise ValueError(reason(errors))
+    return json.loads(found.splitlines()[-1])
 
 
 def storage(data: WeatherData, needed: float) -> Iterator[Line]:
@@ -179,14 +186,12 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
     Args:
         needed: samples per second that a rank can compute, at the most.
     """
-    reader, rng = data.train_loader.reader, np.random.default_rng(0)
-    folder = data.config.train_data_path
+    reader, folder = data.train_loader.reader, data.config.train_data_path
     speeds = {}
     for depth in (1, 16) if data.train_loader.is_direct else (1,):
         for path in data.train_files.paths:
             drop_cache(path)
-        samples = rng.permutation(len(reader.pairs))[: 8 * depth]
-        speeds[depth] = read_speed(reader, samples, depth)
+        speeds[depth] = read_speed(reader, depth)
     told = ", ".join(f"{speed:.1f} samples/s with {depth} read(s) at once" for depth, speed in speeds.items())
     told = f"{folder} gives {told}; a rank computes {needed:.1f} or less"
     depth = data.train_loader.depth or 1
@@ -205,13 +210,15 @@ def drop_cache(path: str) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_speed(reader: BatchReader, samples: np.ndarray, depth: int) -> float:
-    """Return the samples per second of some reads at once."""
-    jobs = [job for sample in samples for job in reader.jobs(0, np.full(len(reader.batches[0].counts), sample))]
+def read_speed(reader: BatchReader, depth: int) -> float:
+    """Return the samples per second of `depth` reads at once, in an order of chance."""
+    order = np.random.default_rng(depth).permutation(len(reader.pairs))
+    batches = np.resize(order, (-(-8 * depth // reader.read_size), len(reader.batches[0].counts)))
+    jobs = [job for samples in batches for job in reader.jobs(0, samples)]
     start = time.perf_counter()
     with ThreadPoolExecutor(depth) as pool:
         list(pool.map(reader.read, jobs))
-    return len(samples) * reader.read_size / (time.perf_counter() - start)
+    return batches.size / (time.perf_counter() - start)
 
 
 def values(data: WeatherData) -> Iterator[Line]:
@@ -254,7 +261,7 @@ def memory(config: Config, dp: int, flags: list[str], found: dict) -> Iterator[L
     yield Line(told, "try " + ", then ".join(r for r in remedies if r.split("=")[0] not in " ".join(flags)))
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="ranks of a node")
     args, flags = parser.parse_known_args(argv)
@@ -283,7 +290,7 @@ def main(argv: list[str]) -> int:
     found = simulate(dp, flags)
     show("Memory", memory(config, dp, flags, found))
     try:
-        data = WeatherData(config, num_shards=dp)
+        data = WeatherData(dataclasses.replace(config, stage_dir=None), num_shards=dp)  # copies no files
     except (ValueError, OSError) as error:
         data = None
         show("Data", iter([Line(str(error), "the rest needs them")]))
@@ -301,11 +308,10 @@ def main(argv: list[str]) -> int:
             communication(flags, args.nproc, 4 * found["parameters"], step),
         )
     print(f"\n{changes} thing(s) to change" if changes else "\nAll is well.")
-    return 1 if changes else 0
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        main(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"doctor.py: error: {error}")

@@ -18,7 +18,6 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks import ladder_report  # noqa: E402
+from benchmarks.call import call, reason  # noqa: E402
 from benchmarks.record import device_name  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
@@ -198,7 +198,7 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
     size = ["--local_batch_size=None", f"--global_batch_size={rung.batch}", f"--num_iters={EPOCHS * iterations}"]
     more = ["--checkpoint_every=None", "--resume=none", f"--expdir={folder}"]
     try:
-        code, errors = call([*command, *flags, *rung.flags, *size, *epoch, *more], env, limit)
+        code, _, errors = call([*command, *flags, *rung.flags, *size, *epoch, *more], env, limit)
     except subprocess.TimeoutExpired:
         return {"skipped": f"not done after {limit / 60:g} minutes"}
     if code:
@@ -217,36 +217,6 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
         "iteration_sec": seconds,
         "losses": [event["loss"] for event in events if event["event"] == "step"],
     }
-
-
-def call(command: list[str], env: dict[str, str], limit: float) -> tuple[int, str]:
-    """Run a command and all that it starts; return its exit code and what it said of errors.
-
-    Raises subprocess.TimeoutExpired after `limit` seconds. Nothing of it is left then, or when this is interrupted.
-    """
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        _, errors = process.communicate(timeout=limit)
-        return process.returncode, errors
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)  # srun passes it on to its ranks, torchrun to its own
-        try:
-            process.communicate(timeout=40)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-        raise
-
-
-def reason(errors: str) -> str:
-    """Return the line that says why a run failed: our own, else the first error of any; a launcher's comes last."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    ours = [line for line in lines if ".py: error: " in line]
-    any_error = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return (ours or any_error or lines[-1:] or ["no message"])[0][-300:]
 
 
 class Runs:

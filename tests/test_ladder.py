@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from benchmarks import ladder, ladder_report
+from benchmarks.call import call, reason
 from benchmarks.ladder import Runs, all_rungs, chosen, evaluate
 from tests.helpers import tiny_flags
 
@@ -112,9 +113,9 @@ def test_why_a_run_failed_in_one_line():
     ours = "train.py: error: lr is -1.0: it takes a number above 0"
     launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
     trace = "Traceback (most recent call last):\n  File x\nRuntimeError: no memory\n\nKeyError: 'a'"
-    assert ladder.reason(f"some warning\n{ours}\n{launcher}\n===\n") == ours
-    assert ladder.reason(f"{trace}\n{launcher}\n  train.py FAILED\n") == "RuntimeError: no memory"
-    assert ladder.reason("killed\n") == "killed" and ladder.reason("") == "no message"
+    assert reason(f"some warning\n{ours}\n{launcher}\n===\n") == ours
+    assert reason(f"{trace}\n{launcher}\n  train.py FAILED\n") == "RuntimeError: no memory"
+    assert reason("killed\n") == "killed" and reason("") == "no message"
 
 
 def test_too_few_samples_are_a_reason_to_skip(tmp_path):
@@ -126,14 +127,14 @@ def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path):
     pid = tmp_path / "pid"
     command = f"sleep 60 & echo $! > {pid}; wait"
     with pytest.raises(subprocess.TimeoutExpired):
-        ladder.call(["bash", "-c", command], dict(os.environ), 1)
+        call(["bash", "-c", command], dict(os.environ), 1)
     assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
 
 
 @pytest.mark.slow
 def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, capsys):
     flags = [*tiny_flags(tiny)[:6], "--global_batch_size=4"]
-    argv = [*flags, "--rungs", "fused", "DALI", "--iterations=3", "--repeats=1", "--out", str(tmp_path / "out")]
+    argv = [*flags, "--rungs", "alone: fused", "DALI", "--iterations=3", "--repeats=1", "--out", str(tmp_path / "out")]
     original, started = ladder.run, []
 
     def run(rung, *args):

@@ -1,0 +1,131 @@
+"""The doctor: what it says of machines, data and sections that are not well."""
+
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from benchmarks import doctor
+from benchmarks.doctor import Line, cores, cpu_list, limits, memory, read_speed, storage, values, versions
+from tests.helpers import ROOT, clean_environment, tiny_flags
+from utils.config import Config
+from utils.config_reader import load_config
+from utils.weather_data import WeatherData
+
+GIB = 2**30
+
+
+def changes(lines):
+    return [str(line) for line in lines if line.change]
+
+
+def weather(folder, *flags):
+    return WeatherData(load_config(tiny_flags(folder, *flags))[0].with_batches(1))
+
+
+def test_a_machine_from_end_to_end(tiny):
+    """Two ranks; and one finding of each kind is there."""
+    command = [sys.executable, "benchmarks/doctor.py", "--nproc", "2", *tiny_flags(tiny), "--tensor_parallel=2"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    titles = [line for line in done.stdout.splitlines() if line and not line.startswith(" ")]
+    assert [title.split(" (")[0] for title in titles[:-1]] == [
+        "Versions", "Devices", "Cores", "Memory", "Limits", "Data", "Storage", "Communication",
+    ]  # fmt: skip
+    assert titles[-1] == "All is well." or titles[-1].endswith("thing(s) to change")
+    for words in ("tp all_reduce of 2 ranks", "21 samples of 3 channels, 16 x 32", "a rank needs", "samples/s with 16"):
+        assert words in done.stdout, words
+    assert all(line.startswith(("  good  ", "  change  ")) for line in done.stdout.splitlines() if line[:1] == " ")
+
+
+def test_what_a_user_gets_wrong_is_one_line(tiny):
+    for flags, words in ((["--nproc", "3", "--tensor_parallel=2"], "nproc 3 does not divide"), (["--lr", "-1"], "lr")):
+        with pytest.raises(ValueError, match=words):
+            doctor.main([*tiny_flags(tiny), *flags])
+
+
+def test_versions_that_differ(monkeypatch):
+    assert not changes(versions())
+    real = doctor.importlib.metadata.version
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.1" if name == "numpy" else real(name))
+    (line,) = changes(versions())
+    assert line.startswith("change  numpy 0.1: requirements.txt was tested with ")
+
+
+def test_cores_threads_and_numa_nodes(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1, 8, 9})
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    for node, text in (("node0", "0-7"), ("node1", "8-11,13\n")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(text)
+    monkeypatch.setattr(doctor, "NODES", tmp_path)
+    assert not changes(cores(Config(), 1))
+    two = changes(cores(Config(num_data_workers=5), 2))
+    assert len(two) == 2 and "lower --num_data_workers to 4" in two[0] and "2 NUMA node(s): bind" in two[1]
+    eight = changes(cores(Config(), 8))
+    assert "8 ranks need a core each" in eight[0] and "export OMP_NUM_THREADS=1" in eight[1]
+
+
+def test_lists_of_cores():
+    assert cpu_list("0-2,5,7-8\n") == {0, 1, 2, 5, 7, 8} and cpu_list("\n") == set()
+
+
+def test_few_open_files(tiny, monkeypatch):
+    import resource
+
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
+    assert "ulimit -n 4096" in changes(limits(weather(tiny), 1))[0]
+
+
+def test_data_and_statistics_that_do_not_fit(tiny):
+    assert not changes(values(weather(tiny)))
+    stds = tiny / "stats/global_stds.npy"
+    np.save(stds, np.load(stds) * np.float32([1, 10, 1])[None, :, None, None])
+    (line,) = changes(values(weather(tiny)))
+    assert "ch1 has mean" in line and "make them anew" in line
+    for path in (tiny / "train").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["fields"][:, 2, 3, 4] = np.nan
+    assert "ch2 is not finite everywhere" in changes(values(weather(tiny)))[1]
+
+
+def test_storage_that_is_too_slow(tiny, monkeypatch):
+    data, speeds = weather(tiny, "--num_data_workers", "2"), {1: 10.0, 16: 100.0}
+    monkeypatch.setattr(doctor, "read_speed", lambda reader, depth: speeds[depth])
+    assert not changes(storage(data, 15))
+    (line,) = changes(storage(data, 90))
+    assert line.endswith("a rank computes 90.0 or less: --num_data_workers 4 --read_depth 16")
+    assert "--stage_dir" in changes(storage(data, 1000))[0]
+
+
+def test_reads_are_counted_once(tiny, monkeypatch):
+    reader = weather(tiny).train_loader.reader
+    seconds, read = iter((0.0, 2.0)), []
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(reader, "read", read.append)
+    assert read_speed(reader, 3) == 24 / 2  # 3 batches of 8
+    assert len(read) == 2 * 24 and len({(job.file, job.t) for job in read if job.part == 0}) == 21  # all there are
+
+
+def test_memory_that_is_not_there():
+    found = {"parameters": GIB, "peak": 20 * GIB, "after_forward": {"Optstate": 8 * GIB, "Activation": 8 * GIB}}
+    (line,) = changes(memory(Config(), 10**6, ["--activation_checkpoint=block"], found))
+    assert "a rank needs 20.00 GiB for tensors: weights 4.00, optimiser 8.00, activations 8.00" in line
+    assert "try --accumulation_steps=2" in line
+    assert not changes(memory(Config(), 1, [], found | {"peak": GIB}))
+
+
+def test_a_network_too_slow_for_the_gradients(monkeypatch):
+    found = {"dp-cp all_reduce": {"ranks": 4, "gb_per_sec": 1.5}}
+    monkeypatch.setattr(doctor, "measure_collectives", lambda *args, **env: found)
+    assert not changes(doctor.communication([], 4, 10**9, step=3.0))
+    (line,) = changes(doctor.communication([], 4, 10**9, step=1.0))
+    assert "gradients take 1000.0 ms to send, and a step computes 1000.0 ms or longer" in line
+    assert list(doctor.communication([], 1, 10**9, step=1.0)) == []
+
+
+@pytest.mark.parametrize("change", [None, "do this"])
+def test_a_line(change):
+    assert str(Line("found", change)) == ("change  found: do this" if change else "good    found")

@@ -42,6 +42,7 @@ def test_a_store_that_fails_does_not_end_a_run(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/store.db")
     monkeypatch.chdir(tmp_path)  # where MLflow puts the files of a store that says nothing else
     plain = run_here(tiny_flags(tiny, "--run_num", "plain"))
+    assert not (tmp_path / "store.db").exists()  # nobody asked for it
 
     def fail(*_):
         raise ConnectionError("no route to the store")

@@ -21,8 +21,9 @@ class Curves:
 
     def __init__(self, folder: Path, config: Config, purge_step: int | None):
         self.folder, self.is_broken = folder, False
-        board = SummaryWriter(folder / "logs", purge_step=purge_step)
-        self.boards = [board] + [MlflowBoard(folder, config)] * (config.tracker == "mlflow")
+        self.boards: list[SummaryWriter | MlflowBoard] = [SummaryWriter(folder / "logs", purge_step=purge_step)]
+        if config.tracker == "mlflow":
+            self.boards.append(MlflowBoard(folder, config))
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Add a point to each curve."""

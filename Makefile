@@ -22,6 +22,9 @@ READY := $(VENV)/installed
 TOOLS := $(VENV)/tools-installed
 endif
 
+# Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
+COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
+
 .PHONY: help demo test lint format readme doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
 
 help:
@@ -112,9 +115,11 @@ $(VENV)/installed: requirements.txt
 	    { echo "make: Python 3.11 or newer is needed, and python3 is $$(python3 -V): load another, or use VENV=system"; exit 1; }
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements.txt
+	$(COMPILE)
 	touch $@
 
 # The tests' tools, and every extra that they try.
 $(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt requirements-mlflow.txt $(READY)
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
+	$(COMPILE)
 	touch $@

@@ -9,8 +9,8 @@ more, `--repeats` times: a machine that slows down meanwhile slows all of them. 
 the rung below, each within one round. It is noise where these ratios lie on both sides of 1, or nearer to 1 than those
 of the baseline to itself. What the machine cannot do is skipped, with the reason.
 
-Writes ladder.json, ladder.md, ladder.png and ladder.html (all in one page) to `--out`. Interrupted, the same command
-goes on where it stopped; runs.jsonl has what was done.
+Writes what it found to `--json`, and beside it as .md (tables), .png (bars) and .html (all in one page). Interrupted,
+the same command goes on where it stopped: .runs.jsonl has what was done.
 """
 
 import argparse
@@ -222,7 +222,7 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
 class Runs:
     """The runs of a ladder, each on the disk when it is done.
 
-    Raises ValueError where the folder holds those of another ladder.
+    Raises ValueError where the file holds those of another ladder.
     """
 
     def __init__(self, path: Path, setup: dict[str, Any]):
@@ -232,7 +232,7 @@ class Runs:
         found, *runs = [json.loads(line) for line in lines if line.endswith("\n")] or [setup]
         if found != setup:
             changed = ", ".join(name for name in setup if found.get(name) != setup[name])
-            raise ValueError(f"{path} is of another ladder ({changed} changed): give another --out, or --fresh")
+            raise ValueError(f"{path} is of another ladder ({changed} changed): give another --json, or --fresh")
         self.done = {(run["rung"], run["round"]): run for run in runs}
         # Anew, because the last line may be half a line.
         path.write_text("".join(json.dumps(line) + "\n" for line in (setup, *runs)))
@@ -351,18 +351,18 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rungs", nargs="+", help="words of the rungs to run, such as bf16 compile; default: all")
     parser.add_argument("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="ranks, at the most")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=9, help="of an epoch")
+    parser.add_argument("--iterations", type=int, default=20, help="of an epoch")
     parser.add_argument("--minutes", type=float, default=20, help="a run that takes longer is skipped")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/ladder_<section>")
+    parser.add_argument("--json", type=Path, help="file to write; default: benchmarks/results/ladder_<section>.json")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an interrupted ladder")
     parser.add_argument("--update_readme", action="store_true", help="rewrite this ladder's table in README.md")
     args, flags = parser.parse_known_args(argv)
     config = load_config(flags)[0].with_batches(1)
-    out = args.out or ROOT / f"benchmarks/results/ladder_{config.config}"
+    record = args.json or ROOT / f"benchmarks/results/ladder_{config.config}.json"
     rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
     samples = len(WeatherData(replace(config, stage_dir=None)).train_pairs)
     setup = describe(config, flags, args)
-    path = out / "runs.jsonl"
+    path = record.with_suffix(".runs.jsonl")
     if args.fresh:
         path.unlink(missing_ok=True)
     runs = Runs(path, setup)
@@ -373,13 +373,13 @@ def main(argv: list[str]) -> None:
             before = runs.of(rung)
             if before and "skipped" in before[0]:  # it will not be able to the next time either
                 continue
-            result = run(rung, flags, args.iterations, samples, out / "runs", 60 * args.minutes)
+            result = run(rung, flags, args.iterations, samples, record.with_suffix(".runs"), 60 * args.minutes)
             runs.add(rung, number, result)
             told = result.get("skipped") or f"{result['samples_per_sec']:.2f} samples/s"
             print(f"{number + 1}/{args.repeats}  {rung.key:50} {told}", flush=True)
     rows = evaluate(rungs, runs)
     about = {name: value for name, value in setup.items() if name != "configuration"}
-    ladder_report.write(out, rows, about | {"repeats": args.repeats, "config": config.config})
+    ladder_report.write(record, rows, about | {"repeats": args.repeats, "config": config.config})
     print(ladder_report.markdown(rows))
     if args.update_readme:
         ladder_report.update(ROOT / "README.md", config.config, rows)

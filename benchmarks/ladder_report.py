@@ -21,7 +21,7 @@ TITLES = {
     "data parallel": "Data parallelism",
     "model parallel": "Model parallelism: the same model and batch",
 }
-HEAD = ["rung", "samples/s", "gain", "range", "memory GiB", "MFU", "data wait", "first iteration s", "loss change"]
+HEAD = ["rung", "samples/s", "gain", "range", "memory GiB", "MFU", "data wait", "compile s", "loss change"]
 Row = dict[str, Any]
 
 
@@ -112,21 +112,21 @@ def page(rows: list[Row], image: bytes, title: str, about: dict[str, Any]) -> st
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
-def write(folder: Path, rows: list[Row], about: dict[str, Any]) -> None:
-    """Write ladder.json, ladder.md, ladder.png and ladder.html."""
+def write(record: Path, rows: list[Row], about: dict[str, Any]) -> None:
+    """Write the record, and what shows it: .md, .png and .html beside it."""
     done = {f"{row['table']}: {row['name']}": row for row in rows if "skipped" not in row}
     figures = {f"samples_per_sec of {key}": row["samples_per_sec"] for key, row in done.items()}
     spread = {f"samples_per_sec of {key}": row["range"] for key, row in done.items()}
     for key, row in done.items():
         if "gain" in row:
             figures[f"gain of {key}"], spread[f"gain of {key}"] = row["gain"], row["gain_range"]
-    write_record(folder / "ladder.json", figures, spread, rungs=rows, about=about)
-    (folder / "ladder.md").write_text(markdown(rows) + "\n")
+    write_record(record, figures, spread, rungs=rows, about=about)
+    record.with_suffix(".md").write_text(markdown(rows) + "\n")
     title = f"{about['config']} on {about['device']}"
     figure, image = picture(rows, title), io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
-    (folder / "ladder.png").write_bytes(image.getvalue())
-    (folder / "ladder.html").write_text(page(rows, image.getvalue(), title, about))
+    record.with_suffix(".png").write_bytes(image.getvalue())
+    record.with_suffix(".html").write_text(page(rows, image.getvalue(), title, about))
 
 
 def update(readme: Path, name: str, rows: list[Row]) -> None:

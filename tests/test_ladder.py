@@ -75,7 +75,7 @@ def test_gains_and_their_noise(runs):
 
 def test_what_is_written(runs, tmp_path):
     rows = evaluate(RUNGS, runs)
-    ladder_report.write(tmp_path, rows, {"config": "demo", "device": "a <CPU>"})
+    ladder_report.write(tmp_path / "ladder.json", rows, {"config": "demo", "device": "a <CPU>"})
     record = json.loads((tmp_path / "ladder.json").read_text())
     assert record["figures"]["gain of steps: + workers"] == 2 and record["rungs"] == rows
     table = (tmp_path / "ladder.md").read_text()
@@ -134,7 +134,8 @@ def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path):
 @pytest.mark.slow
 def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, capsys):
     flags = [*tiny_flags(tiny)[:6], "--global_batch_size=4"]
-    argv = [*flags, "--rungs", "alone: fused", "DALI", "--iterations=3", "--repeats=1", "--out", str(tmp_path / "out")]
+    argv = [*flags, "--rungs", "alone: fused", "DALI", "--iterations=3", "--repeats=1"]
+    argv += ["--json", str(tmp_path / "out.json")]
     original, started = ladder.run, []
 
     def run(rung, *args):
@@ -148,9 +149,9 @@ def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, caps
         ladder.main(argv)
     monkeypatch.setattr(ladder, "run", original)
     ladder.main(argv)
-    lines = [json.loads(line) for line in (tmp_path / "out/runs.jsonl").read_text().splitlines()[1:]]
+    lines = [json.loads(line) for line in (tmp_path / "out.runs.jsonl").read_text().splitlines()[1:]]
     keys = [line["rung"] for line in lines]
     assert keys[:2] == started == ["steps: baseline", "steps: the same again"] and len(set(keys)) == len(keys)
     assert lines[0]["losses"] == lines[1]["losses"] and len(lines[0]["losses"]) == 6
-    assert not (tmp_path / "out/runs").exists()
+    assert not (tmp_path / "out.runs").exists()
     assert "| fused |" in capsys.readouterr().out

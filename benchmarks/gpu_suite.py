@@ -1,7 +1,8 @@
-"""What only a GPU can show, in one call: tests, the ladder of optimisations, graphs, attention, memory, loaders, saves.
+"""What only a GPU can show, in one call.
 
-    python benchmarks/gpu_suite.py --json FILE [--skip tests ladder graphs attention memory loader checkpoints]
+    python benchmarks/gpu_suite.py --json FILE [--skip PART ...]
 
+Parts: tests, ladder, graphs, attention, memory, loader, checkpoints, observers (what a report costs).
 Ladder: none, TF32, bf16, fused optimiser, compilation, for the sections `base` and `mp`, on random data of the full
 size; graphs are the rung above. Each part writes the file anew: if time runs out, what was measured stays.
 """
@@ -24,6 +25,7 @@ import torch
 from benchmarks.bench import Bench
 from benchmarks.checkpoint import measure
 from benchmarks.data import path_flags
+from benchmarks.observers import measure as overhead
 from benchmarks.record import write_record
 from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
@@ -57,7 +59,8 @@ def clean_up() -> None:
 def tests(figures: dict, spread: dict, kernels: dict) -> None:
     """Run the GPU's tests; the record has the numbers of those that passed, failed and were skipped."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", "--show-capture=no", "--tb=short"]
-    done = subprocess.run([*command, "tests/test_gpu.py"], cwd=ROOT, capture_output=True, text=True)
+    files = sorted(str(path) for path in (ROOT / "tests").glob("test_gpu*.py"))
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-6000:], done.stderr[-1000:])
     figures["tests exit code"] = done.returncode
     words = done.stdout.replace(",", "").split()
@@ -238,9 +241,22 @@ def checkpoints(figures: dict, spread: dict, kernels: dict) -> None:
     clean_up()
 
 
+def observers(figures: dict, spread: dict, kernels: dict) -> None:
+    """Measure what the report costs."""
+    join(World())
+    for section, flags in SECTIONS.items():
+        found = overhead(Bench([*flags, *PLAIN, "--amp_mode=bf16", "--enable_fused", "--enable_jit"]))
+        for name, values in found.items():
+            key = f"{section}: {name}"
+            figures[key], spread[key] = statistics.median(values), [min(values), max(values)]
+            print(f"{key}: {figures[key]:.4f} ({min(values):.4f} to {max(values):.4f})", flush=True)
+        clean_up()
+    torch.distributed.destroy_process_group()
+
+
 PARTS = {
     "tests": tests, "ladder": ladder, "graphs": graphs, "attention": attention_kernels, "memory": memory,
-    "loader": loader, "checkpoints": checkpoints,
+    "loader": loader, "checkpoints": checkpoints, "observers": observers,
 }  # fmt: skip
 
 

@@ -380,9 +380,9 @@ def main(argv: list[str]) -> None:
     rows = evaluate(rungs, runs)
     about = {name: value for name, value in setup.items() if name != "configuration"}
     ladder_report.write(record, rows, about | {"repeats": args.repeats, "config": config.config})
-    print(ladder_report.markdown(rows))
+    print(record.with_suffix(".md").read_text())
     if args.update_readme:
-        ladder_report.update(ROOT / "README.md", config.config, rows)
+        ladder_report.update(ROOT / "README.md", record)
 
 
 if __name__ == "__main__":

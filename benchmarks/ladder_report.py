@@ -1,17 +1,25 @@
-"""What benchmarks/ladder.py found: as tables, as a picture, as one page, and in the README."""
+"""What benchmarks/ladder.py found: as tables, as a picture, as one page, and in the README.
+
+python benchmarks/ladder_report.py benchmarks/results/ladder_demo.json     writes all of it anew from the record
+"""
 
 import base64
 import html
 import io
+import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.record import write_record
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+from benchmarks.record import write_record  # noqa: E402
 
 TITLES = {
     "steps": "One after another",
@@ -36,7 +44,7 @@ def cells(row: Row) -> list[str]:
     change = row.get("loss_change")
     return [
         row["name"],
-        f"{row['samples_per_sec']:.4g}",
+        f"{row['samples_per_sec']:.1f}" if row["samples_per_sec"] >= 10 else f"{row['samples_per_sec']:.3g}",
         gain,
         span,
         f"{row['memory_gb']:.2f}",
@@ -55,13 +63,19 @@ def tables(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
             yield title, found
 
 
-def markdown(rows: list[Row]) -> str:
-    """Return all tables in Markdown."""
+def anchor(ladder: str, row: Row) -> str:
+    """Return what a link to a rung is called: `ladder-demo-alone-bf16`."""
+    return re.sub(r"[^a-z0-9]+", "-", f"ladder {ladder} {row['table']} {row['name']}".lower()).strip("-")
+
+
+def markdown(ladder: str, rows: list[Row]) -> str:
+    """Return all tables in Markdown, with a place to link to in each line."""
     parts = []
     for title, found in tables(rows):
         lines = [f"**{title}**", "", "| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
         for row in found:
-            line = cells(row)
+            first, *rest = cells(row)
+            line = [f'<a id="{anchor(ladder, row)}"></a>{first}', *rest]
             lines.append("| " + " | ".join(line + [""] * (len(HEAD) - len(line))) + " |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
@@ -112,27 +126,44 @@ def page(rows: list[Row], image: bytes, title: str, about: dict[str, Any]) -> st
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
-def write(record: Path, rows: list[Row], about: dict[str, Any]) -> None:
-    """Write the record, and what shows it: .md, .png and .html beside it."""
+def write(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
+    """Write the record, and what shows it."""
     done = {f"{row['table']}: {row['name']}": row for row in rows if "skipped" not in row}
     figures = {f"samples_per_sec of {key}": row["samples_per_sec"] for key, row in done.items()}
     spread = {f"samples_per_sec of {key}": row["range"] for key, row in done.items()}
     for key, row in done.items():
         if "gain" in row:
             figures[f"gain of {key}"], spread[f"gain of {key}"] = row["gain"], row["gain_range"]
-    write_record(record, figures, spread, rungs=rows, about=about)
-    record.with_suffix(".md").write_text(markdown(rows) + "\n")
+    write_record(path, figures, spread, rungs=rows, about=about)
+    show(path)
+
+
+def show(path: Path) -> None:
+    """Write tables (.md), bars (.png) and one page of all (.html) beside a record."""
+    record = json.loads(path.read_text())
+    rows, about = record["rungs"], record["about"]
+    path.with_suffix(".md").write_text(markdown(about["config"], rows) + "\n")
     title = f"{about['config']} on {about['device']}"
     figure, image = picture(rows, title), io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
-    record.with_suffix(".png").write_bytes(image.getvalue())
-    record.with_suffix(".html").write_text(page(rows, image.getvalue(), title, about))
+    path.with_suffix(".png").write_bytes(image.getvalue())
+    path.with_suffix(".html").write_text(page(rows, image.getvalue(), title, about))
 
 
-def update(readme: Path, name: str, rows: list[Row]) -> None:
-    """Write the tables between `<!-- ladder NAME -->` and `<!-- end -->`. Raises ValueError where that is not there."""
-    text = readme.read_text()
+def update(readme: Path, path: Path) -> None:
+    """Write a record's tables between `<!-- ladder SECTION -->` and `<!-- end -->`.
+
+    Raises ValueError where that is not there.
+    """
+    record, text = json.loads(path.read_text()), readme.read_text()
+    name, rows = record["about"]["config"], record["rungs"]
     marks = re.compile(rf"(<!-- ladder {re.escape(name)} -->\n).*?(<!-- end -->)", re.S)
     if not marks.search(text):
         raise ValueError(f"{readme} has no place for this table: write <!-- ladder {name} --> and <!-- end --> there")
-    readme.write_text(marks.sub(lambda found: f"{found[1]}{markdown(rows)}\n{found[2]}", text))
+    readme.write_text(marks.sub(lambda found: f"{found[1]}{markdown(name, rows)}\n{found[2]}", text))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        show(Path(name))
+        update(ROOT / "README.md", Path(name))

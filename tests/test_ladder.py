@@ -79,17 +79,19 @@ def test_what_is_written(runs, tmp_path):
     record = json.loads((tmp_path / "ladder.json").read_text())
     assert record["figures"]["gain of steps: + workers"] == 2 and record["rungs"] == rows
     table = (tmp_path / "ladder.md").read_text()
-    assert "| + workers | 22 | 2.00 | 1.83 to 2.18 |" in table and "| + TF32 | skipped: no tensor cores |" in table
+    assert "+ workers | 22.0 | 2.00 | 1.83 to 2.18 |" in table and "+ TF32 | skipped: no tensor cores |" in table
+    assert '| <a id="ladder-demo-steps-workers"></a>+ workers |' in table
     assert "1.00, noise" in table
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "ladder.html").read_text()
     assert "a &lt;CPU&gt;" in page and "data:image/png;base64," in page and not re.search(r"(src|href)=\"http", page)
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- ladder demo -->\nold\n<!-- end -->\nafter\n")
-    ladder_report.update(readme, "demo", rows)
+    ladder_report.update(readme, tmp_path / "ladder.json")
     assert readme.read_text() == f"before\n<!-- ladder demo -->\n{table}<!-- end -->\nafter\n"
+    ladder_report.write(tmp_path / "ladder.json", rows, {"config": "base", "device": "a CPU"})
     with pytest.raises(ValueError, match="write <!-- ladder base -->"):
-        ladder_report.update(readme, "base", rows)
+        ladder_report.update(readme, tmp_path / "ladder.json")
 
 
 def test_runs_of_another_ladder_are_not_mixed(runs, tmp_path):
@@ -154,4 +156,4 @@ def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, caps
     assert keys[:2] == started == ["steps: baseline", "steps: the same again"] and len(set(keys)) == len(keys)
     assert lines[0]["losses"] == lines[1]["losses"] and len(lines[0]["losses"]) == 6
     assert not (tmp_path / "out.runs").exists()
-    assert "| fused |" in capsys.readouterr().out
+    assert ">fused |" in capsys.readouterr().out

@@ -25,7 +25,7 @@ def test_a_run_is_in_mlflow(tiny, monkeypatch):
             history = store.get_metric_history(run.info.run_id, name)
             assert [m.step for m in history] == [event["iteration"] for event in records(folder, "epoch")]
             assert key != "valid_loss" or [m.value for m in history] == [e[key] for e in records(folder, "epoch")]
-        assert "RMSE ch0/valid" in run.data.metrics and "Time forward s" in run.data.metrics
+        assert "RMSE ch0/valid" in run.data.metrics and "Time/forward s" in run.data.metrics
         files = {file.path for file in store.list_artifacts(run.info.run_id)}
         assert files >= {"out.log", "metrics.jsonl", "config.yaml", "pictures", "report.json"}
         assert (tiny / "runs/mlruns").is_dir()

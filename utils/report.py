@@ -187,10 +187,10 @@ class Report:
         """Record what an epoch cost: its time by part, or what it took of the machine."""
         self.write(record)
         if record["event"] == "time":
-            curves = {f"Time, {part} [s]": seconds for part, seconds in record["seconds"].items()}
+            curves = {f"Time/{part} [s]": seconds for part, seconds in record["seconds"].items()}
         else:
             names = set(record) - {"event", "epoch", "iteration", "seconds"}
-            curves = {f"System, {name}": record[name] for name in sorted(names)}
+            curves = {f"System/{name}": record[name] for name in sorted(names)}
         self.curves.scalars(curves, record["iteration"])
 
     def result(self) -> None:

@@ -98,10 +98,15 @@ def start_timeline(device: torch.device, model: nn.Module) -> Timeline:
     global timeline
     timeline = Timeline(device)
     if dist.get_world_size() > 1:
-        model.register_forward_pre_hook(lambda *_: timeline and timeline.model_begins())
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _: timeline and timeline.gradient_is_there())
+        tell_of_gradients(model)
     return timeline
+
+
+def tell_of_gradients(model: nn.Module) -> None:
+    """Let a model tell when its forward pass begins, and when each of its gradients is complete."""
+    model.register_forward_pre_hook(lambda *_: timeline and timeline.model_begins())
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: timeline and timeline.gradient_is_there())
 
 
 def stop_timeline() -> None:

@@ -1,7 +1,7 @@
 """A real Slurm for the tests of this folder: one node on loopback, its own munge, all state in a temp folder.
 
-Debian's packages slurm-wlm and munge are installed where that is allowed: as root, in a container (no systemd, so that
-no service of the host is started or changed). Where it is not, the tests are skipped with the reason.
+Debian's packages slurm-wlm and munge are installed where that is allowed. Where it is not, the tests are skipped with
+the reason.
 """
 
 import os
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.packages import install
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 
@@ -47,28 +49,10 @@ PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def install() -> str | None:
-    """Install Slurm unless it is there; return why that cannot be done, or None."""
+def why_not() -> str | None:
+    """Install Slurm unless it is there; return why it cannot be used, or None."""
     os.environ["PATH"] += ":/usr/sbin"  # where Debian keeps the daemons
-    if os.geteuid() != 0:
-        return "a Slurm of its own needs root"
-    if all(map(shutil.which, PROGRAMS)):
-        return None
-    if shutil.which("apt-get") is None:
-        return "no Slurm here, and no apt-get to install slurm-wlm and munge"
-    if Path("/run/systemd/system").exists():
-        return "no Slurm here; tests install it only in a container: apt-get install slurm-wlm munge"
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in ("update", "install -y --no-install-recommends slurm-wlm munge"):
-        arguments = ["apt-get", "-o", "DPkg::Lock::Timeout=60", "-q", *command.split()]
-        try:
-            done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
-        except subprocess.TimeoutExpired:
-            return f"apt-get {command}: no end after 300 s"
-        if done.returncode != 0:
-            return f"apt-get {command} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
-    missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"slurm-wlm and munge are installed, but there is no {missing[0]}" if missing else None
+    return "a Slurm of its own needs root" if os.geteuid() != 0 else install(PROGRAMS, "slurm-wlm munge")
 
 
 def free_ports(count: int) -> list[int]:
@@ -188,7 +172,7 @@ def _read(path: str) -> str:
 
 @pytest.fixture(scope="session")
 def slurm():
-    reason = install()
+    reason = why_not()
     if reason:
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a socket's path has at most 107 characters

@@ -1,0 +1,97 @@
+"""What does `--report` cost? The same steps with and without its clocks, in turn.
+
+    python benchmarks/observers.py --json benchmarks/results/observers.json
+
+`report_overhead` is the time of a step with the report over that without, less 1: the clock at the edges of all parts,
+and the look at the machine once a second. `profile_sec` comes once in a run: the profile of one step.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.bench import Bench
+from benchmarks.record import write_record
+from utils import timeline
+from utils.launch import World, join
+from utils.profiling import synchronize
+from utils.step_profile import StepProfiler
+from utils.system_watch import SystemWatch
+from utils.timeline import span
+
+SMALL = ["--config=demo", "--local_batch_size=8", "--plot_channels=None"]
+PAIRS, STEPS = 24, 20
+
+
+def steps(bench: Bench) -> float:
+    """Take some steps as train.py does, with all its spans; return the seconds of one."""
+    synchronize(bench.device)
+    start = time.perf_counter()
+    for i in range(STEPS):
+        with span("data wait"):
+            pass
+        with span(f"step {i}"):
+            with span(f"data copy in {i}"):
+                pass
+            bench.step(*bench.batch)
+            with span("optimizer"):
+                bench.update(1e-4)
+    synchronize(bench.device)
+    return (time.perf_counter() - start) / STEPS
+
+
+def measure(bench: Bench) -> dict[str, list[float]]:
+    """Return the overhead of each pair, and the seconds that profiles of a step take."""
+    bench.is_timed = False
+    clock = timeline.start_timeline(bench.device, bench.model)
+    timeline.tell_of_gradients(bench.model)  # as on several ranks
+    steps(bench)
+    found: dict[str, list[float]] = {"report_overhead": [], "profile_sec": []}
+    for number in range(PAIRS):
+        seconds = {}
+        for is_on in (True, False) if number % 2 else (False, True):
+            timeline.timeline = clock if is_on else None
+            watch = SystemWatch(bench.device) if is_on else None
+            seconds[is_on] = steps(bench)
+            if watch:
+                clock.take()
+                watch.close()
+        found["report_overhead"].append(seconds[True] / seconds[False] - 1)
+    timeline.stop_timeline()
+    known = {"weights": list(bench.model.parameters())}
+    for _ in range(3):
+        profiler = StepProfiler(bench.device, lambda: known, None)
+        begin = time.perf_counter()
+        profiler.start()
+        bench.step(*bench.batch)
+        bench.update(1e-4)
+        profiler.stop()
+        found["profile_sec"].append(time.perf_counter() - begin)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path, required=True, help="file to write")
+    args, flags = parser.parse_known_args()
+    join(World())
+    found = measure(Bench(flags or SMALL))
+    torch.distributed.destroy_process_group()
+    figures = {name: statistics.median(values) for name, values in found.items()}
+    # The middle half of the pairs: single ones meet whatever else the machine does.
+    spread = {name: [min(values), max(values)] for name, values in found.items()}
+    low, _, high = statistics.quantiles(found["report_overhead"], n=4)
+    spread["report_overhead"] = [low, high]
+    write_record(args.json, figures, spread)
+    for name, value in figures.items():
+        print(f"{name}: {value:.4f} ({spread[name][0]:.4f} to {spread[name][1]:.4f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""TensorBoard, as a reader opens it: every curve over its own interface, and in a real browser."""
+
+import json
+import urllib.parse
+import urllib.request
+from collections import Counter
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from docs.figures.tensorboard import BROWSERS, find_browser, look, tensorboard
+from tests.helpers import losses, records, run_here, tiny_flags, write_data
+from tests.packages import install
+
+RUNS = {"tiny/1GPU/00/logs": [], "wide/1GPU/00/logs": ["--config", "wide"]}
+SCALARS = {
+    "Loss/step", "Loss/train", "Loss/valid", "Learning Rate", "Gradient norm", "Avg iters per sec",
+    "Avg samples per sec", "MFU", "RMSE(ch0)/valid", "RMSE(ch1)/valid", "RMSE(ch2)/valid",
+    "ACC_timemean(ch0)/valid", "ACC_timemean(ch1)/valid", "ACC_timemean(ch2)/valid",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory):
+    """Two runs, of two sections, and TensorBoard on the folder that holds them."""
+    folder = write_data(tmp_path_factory.mktemp("board"))
+    flags = tiny_flags(folder, "--num_iters", "6", "--report")
+    with (folder / "tiny.yaml").open("a") as file:
+        file.write("wide:\n  <<: *tiny\n  embed_dim: 64\n")
+    runs = {name: run_here([*flags, *more]) for name, more in RUNS.items()}
+    with tensorboard("--logdir", str(folder / "runs"), "--load_fast=false") as address:
+        yield address, runs
+
+
+def ask(address: str, what: str, **query: str):
+    with urllib.request.urlopen(f"{address}/data/plugin/{what}?{urllib.parse.urlencode(query)}") as answer:
+        return json.load(answer)
+
+
+def test_every_curve_is_there_with_its_numbers(board):
+    address, runs = board
+    tags = ask(address, "scalars/tags")
+    assert set(tags) == set(RUNS)
+    for name, folder in runs.items():
+        assert set(tags[name]) >= SCALARS
+        assert {tag for tag in tags[name] if tag.startswith("Time/")} >= {"Time/forward [s]", "Time/validation [s]"}
+        assert {"System/cores", "System/memory_gb"} <= set(tags[name])
+        for tag in tags[name]:
+            points = ask(address, "scalars/scalars", run=name, tag=tag)
+            iterations = [step for _, step, _ in points]
+            assert iterations == (
+                [1, 2, 3, 4, 5, 6] if tag in ("Loss/step", "Gradient norm", "Learning Rate") else [2, 4, 6]
+            )
+            assert np.isfinite([value for _, _, value in points]).all(), tag
+        shown = [value for _, _, value in ask(address, "scalars/scalars", run=name, tag="Loss/step")]
+        np.testing.assert_allclose(shown, losses(folder), rtol=1e-6)
+        shown = [value for _, _, value in ask(address, "scalars/scalars", run=name, tag="RMSE(ch1)/valid")]
+        np.testing.assert_allclose(shown, [e["valid_rmse"]["ch1"] for e in records(folder, "epoch")], rtol=1e-6)
+
+
+def test_every_forecast_is_there(board, tmp_path):
+    address, runs = board
+    tags = ask(address, "images/tags")
+    for name, folder in runs.items():
+        assert set(tags[name]) == {"Visualization, ch0"}
+        pictures = ask(address, "images/images", run=name, tag="Visualization, ch0", sample="0")
+        assert [picture["step"] for picture in pictures] == [2, 4, 6]
+        with urllib.request.urlopen(f"{address}/data/plugin/images/individualImage?{pictures[-1]['query']}") as answer:
+            (tmp_path / "last.png").write_bytes(answer.read())
+        shown, kept = (matplotlib.image.imread(path) for path in (tmp_path / "last.png", folder / "pictures/ch0.png"))
+        np.testing.assert_array_equal(shown[..., :3], kept[..., :3])
+
+
+@pytest.fixture(scope="module")
+def browser():
+    reason = None if find_browser() else install(BROWSERS[:1], "chromium")
+    if reason:
+        pytest.skip(reason)
+    return find_browser()
+
+
+def test_a_browser_shows_both_runs(board, browser, tmp_path):
+    address, runs = board
+    document = look(browser, f"{address}/#timeseries")
+    for word in (*RUNS, "Loss/train", "Visualization, ch0"):
+        assert word in document, word
+    for page in ("scalars&tagFilter=Loss", "images"):
+        look(browser, f"{address}/#{page}", picture=tmp_path / "page.png")
+        pixels = (255 * matplotlib.image.imread(tmp_path / "page.png")[..., :3]).astype(np.uint8)
+        colours = Counter(map(bytes, pixels[200:, 400:].reshape(-1, 3)))  # where curves and pictures are
+        assert len(colours) > 100, page

@@ -1,0 +1,53 @@
+"""Traces of `--profile torch`, in the tools that read them: TensorBoard's plugin, and Holistic Trace Analysis."""
+
+import json
+import time
+import urllib.parse
+import urllib.request
+
+import pytest
+
+from docs.figures.tensorboard import tensorboard
+from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags
+
+TRACED = ["--profile", "torch", "--profile_steps", "1", "1", "2", "--num_iters", "6"]
+
+
+def ask(address: str, what: str, **query: str):
+    with urllib.request.urlopen(
+        f"{address}/data/plugin/pytorch_profiler/{what}?{urllib.parse.urlencode(query)}"
+    ) as answer:
+        return json.load(answer)
+
+
+def test_tensorboards_plugin_reads_a_trace(tiny):
+    pytest.importorskip("torch_tb_profiler", reason="needs pip install torch-tb-profiler")
+    folder = run_here(tiny_flags(tiny, *TRACED))
+    with tensorboard("--logdir", str(folder)) as address:
+        end = time.monotonic() + 60
+        while ask(address, "runs")["loading"] or not ask(address, "runs")["runs"]:
+            assert time.monotonic() < end, "the plugin finds no run"
+            time.sleep(0.5)
+        (run,) = ask(address, "runs")["runs"]
+        assert {"Overview", "Operator", "Trace", "Memory"} <= set(ask(address, "views", run=run))
+        (worker,) = ask(address, "workers", run=run, view="Operator")
+        spans = ask(address, "spans", run=run, worker=worker)
+        table = ask(address, "operation/table", run=run, worker=worker, span=spans[0], group_by="Operation")
+        calls = {row["name"]: row["calls"] for row in table["data"]}
+        assert (
+            calls["aten::addmm"] > 0
+            and calls["aten::_fused_adam_" if "aten::_fused_adam_" in calls else "aten::sqrt"] > 0
+        )
+
+
+def test_holistic_trace_analysis_reads_the_traces_of_all_ranks(tiny):
+    """It compares ranks, and finds them by what the trace says of itself."""
+    analysis = pytest.importorskip("hta.trace_analysis", reason="needs pip install -r requirements-traces.txt")
+    argv = tiny_flags(tiny, *TRACED, "--profile_ranks", "all", "--checkpoint_every", "None")
+    results = run_ranks(2, [str(ROOT / "train.py"), *argv])
+    assert [done.returncode for done in results] == [0, 0], results[0].stderr
+    found = analysis.TraceAnalysis(trace_dir=str(run_folder(argv, "2GPU") / "profile"))
+    assert sorted(found.t.get_all_traces()) == [0, 1]
+    for rank, trace in found.t.get_all_traces().items():
+        names = set(found.t.symbol_table.get_sym_table()[i] for i in trace["name"].unique())
+        assert {"step 2", "step 3", "forward", "backward", "optimizer", "aten::addmm"} <= names, rank

@@ -34,8 +34,12 @@ def profiled(tmp_path_factory):
     """A step of a small model, and its profile."""
     bench = Bench([*SMALL, "--local_batch_size=2"])
     bench.run_step()
-    known = {"weights": list(bench.model.parameters()), "optimizer": moments(bench)}
-    profiler = StepProfiler(bench.device, lambda: known, tmp_path_factory.mktemp("trace") / "step.json")
+
+    def known():
+        gradients = [p.grad for p in bench.model.parameters()]  # of the step before: they go in this one
+        return {"weights": list(bench.model.parameters()), "gradients": gradients, "optimizer": moments(bench)}
+
+    profiler = StepProfiler(bench.device, known, tmp_path_factory.mktemp("trace") / "step.json")
     profiler.start()
     bench.model.zero_grad(set_to_none=True)
     with span("forward"):
@@ -115,6 +119,15 @@ def test_what_memory_is_for():
     assert parts["weights"][-1] == 128 and parts["temporary"][-1] == 1
 
 
+def test_what_goes_without_a_word():
+    """On a GPU what was there before and is in no list; on a CPU what another thread gave back."""
+    events = [moment(1, 7, -30, kind=1), moment(2, 8, 5, kind=1), moment(3, 8, 6, kind=1)]
+    blocks = memory_blocks(memory_moments(events, "cuda"), [call("forward", 0, 9)], {0: ("other", 100)})
+    _, parts = timeline(blocks)
+    assert parts == {"other": [70, 70, 70], "temporary": [0, 5, 0], "activations": [0, 0, 6]}
+    assert [(block.size, block.end) for block in blocks if block.part == "other"] == [(100, 1), (70, float("inf"))]
+
+
 def test_what_a_process_takes_of_the_machine(tmp_path):
     watch = SystemWatch(torch.device("cpu"))
     try:
@@ -189,9 +202,11 @@ def test_a_trace_of_some_steps(tiny):
     for name in ("data copy in 2", "forward", "backward", "optimizer"):
         assert name in names
     assert any(e["args"].get("Input Dims") for e in events if e.get("name") == "aten::addmm")
-    memory = json.loads((folder / "profile/rank0_memory.json").read_text())
-    assert set(memory["bytes"]) == {"weights", "gradients", "optimizer", "activations", "temporary"}
-    assert len(memory["ms"]) == len(memory["bytes"]["weights"]) and max(memory["bytes"]["activations"]) > 0
+    with (folder / "profile/rank0_memory.csv").open() as file:
+        rows = [{name: float(x) for name, x in row.items()} for row in csv.DictReader(file)]
+    assert set(rows[0]) == {"ms", "weights", "gradients", "optimizer", "activations", "temporary"}
+    assert max(row["activations"] for row in rows) > 0 and rows[-1]["ms"] > rows[0]["ms"] == 0
+    assert 0 < max(row["gradients"] for row in rows) <= rows[0]["weights"]  # once, in each of two steps
     assert (folder / "profile/rank0_memory.png").read_bytes().startswith(b"\x89PNG")
 
 

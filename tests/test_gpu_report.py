@@ -42,13 +42,18 @@ def test_memory_by_part_adds_up_to_the_allocators_peak():
         bench.step(*bench.batch)
         bench.update(1e-3)
     moments = [x for state in bench.optimizer.state.values() for x in state.values()]
-    known = {"weights": list(bench.model.parameters()), "optimizer": moments}
-    known["gradients"] = [p.grad for p in bench.model.parameters()]
-    profiler = StepProfiler(bench.device, lambda: known, None)
+
+    def known():
+        gradients = [p.grad for p in bench.model.parameters()]
+        return {"weights": list(bench.model.parameters()), "gradients": gradients, "optimizer": moments}
+
+    profiler = StepProfiler(bench.device, known, None)
+    before = [x.clone() for x in bench.batch]
     profiler.start()
     torch.cuda.reset_peak_memory_stats()
     with span("step 1"):
-        bench.step(*bench.batch)
+        before = [x.clone() for x in bench.batch]  # the last batch goes
+        bench.step(*before)
         with span("optimizer"):
             bench.update(1e-3)
     found, peak = profiler.stop(), torch.cuda.max_memory_allocated()
@@ -66,7 +71,7 @@ def test_a_report_sees_the_kernels(tiny):
     report = report_of(folder)
     operators = {row["operator"]: row for row in report["operators"]}
     step = sum(row["seconds"] for row in report["time"] if row["part"] in ("forward", "backward", "optimizer")) / 6
-    assert 0 < sum(row["seconds"] for row in report["operators"]) < 3 * step
+    assert 0 < sum(row["seconds"] for row in report["operators"]) < step
     assert operators["aten::addmm"]["seconds"] > 0 and operators["aten::addmm"]["calls"] > 0
     assert {row["part"] for row in report["memory"]} >= {"weights", "optimizer", "activations"}
     # A model of two small blocks on a large GPU: the host is what it waits for.

@@ -1,6 +1,7 @@
 """What looks at a run never ends it: whatever fails there is a warning."""
 
 import json
+import time
 from unittest import mock
 
 import psutil
@@ -34,7 +35,9 @@ def failing(error: Exception):
         (step_profile, "read_trace", ValueError("not JSON"), [], "the profile of a step failed (not JSON)"),
         (TorchProfile, "__init__", FULL, TRACED, "--profile torch failed ([Errno 28]"),
         (TorchProfile, "_write", FULL, TRACED, "--profile torch failed ([Errno 28]"),
+        (SystemWatch, "__init__", psutil.AccessDenied(), [], "looking at the machine failed"),
         (SystemWatch, "take", psutil.AccessDenied(), [], "looking at the machine failed"),
+        (run_costs, "summary_table", KeyError("x"), [], "the report failed"),
         (run_costs, "write_csv", FULL, [], "The tables of the report are not written"),
     ],
 )
@@ -45,7 +48,7 @@ def test_training_goes_on_without_what_fails(tiny, monkeypatch, owner, name, err
     assert losses(folder) == losses(plain)
     log = (folder / "out.log").read_text()
     assert log.count(f"WARNING - {warning}") == (2 if name == "take" else 1) and "DONE ---- rank 0" in log
-    assert "Verdict: This run is bound by " in log
+    assert ("Verdict: This run is bound by " in log) == (name != "summary_table")
     monkeypatch.undo()
     again = run_here(tiny_flags(tiny, "--report", "--run_num", "again"))  # nothing is left switched on
     assert "Operators of one step" in (again / "out.log").read_text()
@@ -79,6 +82,39 @@ def test_a_run_that_stops_in_its_profiled_step(tiny):
     assert "Operators of one step" in (folder / "out.log").read_text()
 
 
+@pytest.mark.parametrize("flags", [["--num_iters", "1"], ["--num_iters", "2"], ["--global_batch_size", "21"]])
+def test_short_runs(tiny, flags):
+    """A single iteration, a single epoch, epochs of one iteration: what is not known is not told."""
+    folder = run_here(tiny_flags(tiny, "--report", *flags))
+    report = json.loads((folder / "report/report.json").read_text())
+    steps = len(losses(folder))
+    assert ("operators" in report) == (steps > 1)
+    setup = [row["seconds"] for row in report["time"] if row["part"] == "setup"]
+    forward = [row["seconds"] for row in report["time"] if row["part"] == "forward"]
+    assert setup[0] > 0 and not any(setup[1:]) and (sum(forward) > 0) == (steps > 1)
+    assert sum(row["iterations"] for row in report["time"] if row["part"] == "setup") == steps
+
+
+def test_a_run_that_only_validates(tiny):
+    """It was stopped between an epoch and its validation: nothing of this process is training."""
+    argv = tiny_flags(tiny, "--report", "--num_iters", "2")
+    with mock.patch("utils.run.Run.after_epoch", failing(Ended(75))), pytest.raises(Ended):
+        run_here([*argv, "--checkpoint_every", "1"])
+    folder = run_here([*argv, "--resume", "auto", "--checkpoint_every", "1"])
+    assert "DONE ---- rank 0" in (folder / "out.log").read_text()
+
+
+def test_the_time_of_profiles_is_no_training(tiny, monkeypatch):
+    """An epoch's speed does not tell of it."""
+    monkeypatch.setattr(StepProfiler, "stop", lambda self: time.sleep(1))
+    folder = run_here(tiny_flags(tiny, "--report", "--num_iters", "6"))
+    plain = run_here(tiny_flags(tiny, "--num_iters", "6", "--run_num", "plain"))
+    speeds = [[event["samples_per_sec"] for event in records(run, "epoch")] for run in (folder, plain)]
+    assert min(speeds[0]) > 16 / 0.9 and min(speeds[1]) > 16 / 0.9
+    events = records(folder, "time")
+    assert 1 <= max(event["seconds"]["profiling"] for event in events) < 1.5
+
+
 def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
     asked = []
 
@@ -88,8 +124,9 @@ def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
 
     monkeypatch.setattr(system_watch, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": power})
     monkeypatch.setattr(psutil, "net_io_counters", lambda: None)
+    monkeypatch.setattr(system_watch, "INTERVAL", 0.01)
     watch = SystemWatch(torch.device("cuda"))
-    watch.take()
+    time.sleep(0.2)
     found = watch.take()
     watch.close()
     assert found["gpu_use"] == 0.5 and len(asked) == 1 and not {"joules", "sent_gb"} & set(found)

@@ -34,10 +34,7 @@ def test_tensorboards_plugin_reads_a_trace(tiny):
         spans = ask(address, "spans", run=run, worker=worker)
         table = ask(address, "operation/table", run=run, worker=worker, span=spans[0], group_by="Operation")
         calls = {row["name"]: row["calls"] for row in table["data"]}
-        assert (
-            calls["aten::addmm"] > 0
-            and calls["aten::_fused_adam_" if "aten::_fused_adam_" in calls else "aten::sqrt"] > 0
-        )
+        assert calls["aten::addmm"] > 0 and calls["aten::sqrt"] > 0
 
 
 def test_holistic_trace_analysis_reads_the_traces_of_all_ranks(tiny):
@@ -50,4 +47,4 @@ def test_holistic_trace_analysis_reads_the_traces_of_all_ranks(tiny):
     assert sorted(found.t.get_all_traces()) == [0, 1]
     for rank, trace in found.t.get_all_traces().items():
         names = set(found.t.symbol_table.get_sym_table()[i] for i in trace["name"].unique())
-        assert {"step 2", "step 3", "forward", "backward", "optimizer", "aten::addmm"} <= names, rank
+        assert {"step 2", "forward", "backward", "optimizer", "aten::addmm"} <= names, rank

@@ -46,7 +46,7 @@ def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):
 def measured(parts: dict[str, list[float]], steps: list | None = None, **more) -> Measured:
     """What was measured on some ranks in two iterations; the other parts took no time."""
     (ranks,) = {len(seconds) for seconds in parts.values()}
-    how = {"on_gpu": False, "is_recorded": False, "is_direct": True, "cores": 8} | more
+    how = {"on_gpu": False, "is_recorded": False, "is_blind": False, "is_direct": True, "cores": 8} | more
     seconds = {part: parts.get(part, [0.0] * ranks) for part in PARTS}
     return Measured(seconds, steps or [(99.0, 0.0)] * ranks, 2, **how)
 
@@ -80,7 +80,7 @@ def test_waits_inside_compiled_and_recorded_code_count():
         spoken = 2 if on_gpu else 0
         found = measured(
             {"step": [10, 10], "communication": [2 * spoken, 2 * spoken]},
-            [(1, 4 + spoken), (3, 1 + spoken)], on_gpu=on_gpu,
+            [(1, 4 + spoken), (3, 1 + spoken)], on_gpu=on_gpu, is_blind=on_gpu,
         )  # fmt: skip
         total = 10 + 2 * spoken
         assert found.bounds() == {
@@ -88,6 +88,9 @@ def test_waits_inside_compiled_and_recorded_code_count():
             "communicating": (2 + 2 * spoken) / total, SLOWEST: 6 / total,
         }  # fmt: skip
         assert found.slowest_rank()[0] == 1
+    # Where the timeline sees all, NCCL beside gaps between kernels is no wait.
+    found = measured({"backward": [10.0, 10.0]}, [(1, 4), (1, 4)], on_gpu=True)
+    assert found.bounds()["launching"] == 0.8 and found.bounds()["communicating"] == 0
 
 
 def test_a_verdict_in_words():

@@ -23,7 +23,7 @@ class Curves:
         self.folder, self.is_broken = folder, False
         self.boards: list[SummaryWriter | MlflowBoard] = [SummaryWriter(folder / "logs", purge_step=purge_step)]
         if config.tracker == "mlflow":
-            self.boards.append(MlflowBoard(folder, config))
+            self.boards.append(MlflowBoard(folder, config, goes_on=purge_step is not None))
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Add a point to each curve."""
@@ -45,9 +45,8 @@ class Curves:
                 self.boards[0], self.is_broken = SummaryWriter(self.folder / "logs"), False
             self.boards[0].flush()
 
-    def flush(self) -> None:
-        """Bring all of it to where it belongs."""
-        self.sync()
+    def send(self) -> None:
+        """Bring the trackers' to where it belongs."""
         for tracker in self.boards[1:]:
             tracker.flush()
 

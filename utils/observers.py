@@ -1,6 +1,7 @@
 """What looks at a run while it trains: the clocks of `--report`, and the traces of `--profile torch`."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import profile
 
 from utils.config import Config
 from utils.launch import Ended, Refused, World
 from utils.model_summary import Layer
 from utils.profiling import MemoryWatch
 from utils.run_costs import RunCosts
-from utils.step_profile import StepProfiler
+from utils.step_profile import StepProfiler, activities
 from utils.system_watch import harmless
+from utils.timeline import span
 from utils.torch_profile import TorchProfile
 from utils.weather_data import WeatherData
 
@@ -46,11 +49,19 @@ class Observers:
         folder: Path,
         report: Any | None,
     ):
-        self.config, self.report, self.steps = config, report, 0  # steps of this process
-        self.profiled_after: int | None = None  # steps
+        self.config, self.report = config, report
+        self.steps, self.seconds = 0, 0.0  # of this process; and what it took to look at them
         self.epoch_length = len(data.train_loader)
         self.costs: RunCosts | None = None
         self.trace: TorchProfile | None = None
+        # Recorded steps are other steps: where the run is long enough, one of those.
+        left = config.num_iters - iteration
+        self.earliest = config.graph_warmup + 1 if left > config.graph_warmup + 1 else 1
+        self.is_profiled = False
+        if device.type == "cuda" and (config.report or config.profile == "torch"):
+            # A graph that is recorded before the profiler first runs may crash under it (pytorch issue 75504).
+            with harmless("the profiler"), profile(activities=activities(device)):
+                pass
         if config.report:
             self.costs = RunCosts(config, world, device, data, model, layers, iteration, report)
             self.profiler = StepProfiler(device, memory.tensors, report and self.costs.folder / "step_trace.json")
@@ -61,30 +72,45 @@ class Observers:
 
     @contextlib.contextmanager
     def step(self, is_last: bool) -> Iterator[None]:
-        """Look at the step in this block; the report looks closely at the last one of an epoch, which is warm."""
-        if self.costs:
-            self.costs.time.step_begins()
+        """Look at the step in this block; the report looks closely at the last one of an epoch."""
         is_profiled = is_last and self._wants_profile()
         if is_profiled:
-            with harmless("the profile of a step"):
-                self.profiler.start()
-            dist.barrier()  # no rank shall seem to be slow because its profiler was
+            with self._aside():
+                with harmless("the profile of a step"):
+                    self.profiler.start()
+                dist.barrier()  # no rank shall seem to be slow because its profiler was
         yield
         self.steps += 1
+        if self.costs:
+            self.costs.time.step_is_done()
         if is_profiled:
-            found, self.profiled_after = None, self.steps
-            with harmless("the profile of a step"):
-                found = self.profiler.stop()
-            self.costs.keep(found)
-        if self.trace:
-            with harmless("--profile torch"):
-                self.trace.step()
+            self.is_profiled, found = True, None
+            with self._aside():
+                if self.profiler.is_on:
+                    with harmless("the profile of a step"):
+                        found = self.profiler.stop()
+                self.costs.keep(found)
+        if self.config.profile == "torch":
+            with self._aside():
+                if self.trace:
+                    with harmless("--profile torch"):
+                        self.trace.step()
+                if self.steps == sum(self.config.profile_steps):
+                    dist.barrier()  # the others wait here for those that write, and nowhere else
 
     def _wants_profile(self) -> bool:
-        """Whether to profile this step: the same on all ranks. One that is recorded since is another step."""
-        if self.costs is None or (self.config.profile == "torch" and self.steps < sum(self.config.profile_steps)):
-            return False  # two profilers cannot work at once
-        return self.profiled_after is None or self.profiled_after <= self.config.graph_warmup < self.steps
+        """Whether to profile this step: the same on all ranks. The first one of a process compiles."""
+        if self.costs is None or self.is_profiled or self.steps < self.earliest:
+            return False
+        return self.config.profile != "torch" or self.steps >= sum(self.config.profile_steps)  # one at a time
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Take the time of what is no training."""
+        begin = time.perf_counter()
+        with span("profiling"):
+            yield
+        self.seconds += time.perf_counter() - begin
 
     def record(self, iteration: int) -> None:
         """Record what was used since the last record: an epoch, or what was done of it."""
@@ -97,14 +123,15 @@ class Observers:
             if self.costs:
                 self.costs.close()
             return  # a device that failed is not asked, and other ranks may be gone
-        with harmless("the end of a profile"):
-            if self.trace:
+        if self.trace:
+            with harmless("--profile torch"):
                 self.trace.close()
-            if self.costs:
-                self.profiler.close()
         if self.costs:
+            with harmless("the profile of a step"):
+                self.profiler.close()
             if error is not None:
                 self.record(iteration)
             self.costs.close()
             if self.report:
-                self.costs.show()
+                with harmless("the report"):
+                    self.costs.show()

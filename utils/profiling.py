@@ -35,6 +35,7 @@ class EpochClock:
 
     def __init__(self):
         self.waited = 0.0  # for batches, after the first: that one waits for the reader to start
+        self.aside = 0.0
         self.start = self.end = time.perf_counter()
         self.first_batch = self.first_end = self.start
 
@@ -52,18 +53,19 @@ class EpochClock:
             if done == 0:
                 self.first_end = time.perf_counter()
 
-    def stop(self) -> None:
-        self.end = time.perf_counter()
+    def stop(self, aside: float = 0.0) -> None:
+        """Say that the epoch is over; seconds `aside` were no training, but looks at it."""
+        self.end, self.aside = time.perf_counter(), aside
 
     @property
     def total(self) -> float:
         """From the start to the end."""
-        return self.end - self.start
+        return self.end - self.start - self.aside
 
     @property
     def wait_fraction(self) -> float:
         """The share of the time after the first batch that was spent waiting for batches."""
-        return self.waited / (self.end - self.first_batch)
+        return self.waited / (self.end - self.first_batch - self.aside)
 
 
 def profiler_window(epoch: int, rank: int) -> contextlib.AbstractContextManager:

@@ -59,6 +59,10 @@ class Report:
         self._write_lines()
         os.fsync(self.records.fileno())
 
+    def send(self) -> None:
+        """Send to trackers what they have not got. In the thread that trains."""
+        self.curves.send()
+
     def close(self, error: BaseException | None = None) -> None:
         """Close the files; out.log gets the error that ends the run."""
         if self.records is not None:
@@ -150,7 +154,8 @@ class Report:
             curves |= {f"RMSE({name})/valid": rmse, f"ACC_timemean({name})/valid": acc}
         self.curves.scalars(curves | ({"MFU": self.last["mfu"]} if self.last["mfu"] else {}), at)
         self._draw(example, at)
-        self.curves.flush()
+        self.curves.sync()
+        self.curves.send()
 
     def write(self, event: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl. What the disk does not take waits, and no checkpoint counts meanwhile."""
@@ -183,6 +188,7 @@ class Report:
                 matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
             self.curves.image(f"Visualization, {name}", pixels, iteration)
 
+    @span("logging")
     def costs(self, record: dict[str, Any]) -> None:
         """Record what an epoch cost: its time by part, or what it took of the machine."""
         self.write(record)

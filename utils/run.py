@@ -184,7 +184,7 @@ class Run:
         """Yield the batches of one epoch, or of what is left of it; then report its speed and loss."""
         loader, epoch, left = self.data.train_loader, self.epochs, self.left
         self.memory.look_again()
-        clock = EpochClock()
+        clock, watched = EpochClock(), self.observers.seconds
         bar = tqdm(total=left, desc=f"epoch {epoch + 1}", leave=False, disable=None if self.report else True)
         with bar, profiler_window(epoch + 1, self.world.rank):
             reader = loader.epoch(epoch, self.iteration - epoch * len(loader))
@@ -193,7 +193,7 @@ class Run:
                     yield batch
                 bar.update()
             self._write_steps(self.steps.flush())
-        clock.stop()
+        clock.stop(self.observers.seconds - watched)
         self.epoch_end = clock.end
         self.summary = {
             "event": "epoch",
@@ -209,7 +209,10 @@ class Run:
         if self.report:
             self.report.speed(self.summary, clock.total, left, self.memory.after_forward)
         if self.is_first_epoch and left:  # what compiles did so in its first iteration
-            first, rest = clock.first_end - clock.start, (clock.end - clock.first_end) / max(left - 1, 1)
+            first, rest = (
+                clock.first_end - clock.start,
+                (clock.total + clock.start - clock.first_end) / max(left - 1, 1),
+            )
             self.log("  First iteration: %f sec, those after it: %f sec each", first, rest)
             self.is_first_epoch = False
 
@@ -267,6 +270,8 @@ class Run:
             "config": dataclasses.asdict(config),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
+        if self.report:
+            self.report.send()  # a run that goes on from here has no more of them
         self.checkpointer.save(info)
         self.is_due = False
 

@@ -23,7 +23,7 @@ from utils.profiling import peak_memory_gb
 from utils.step_profile import StepProfile, parts_at_peak
 from utils.system_watch import SystemWatch, cores_in_reach, harmless
 from utils.time_report import TimeReport
-from utils.timeline import stop_timeline
+from utils.timeline import span, stop_timeline
 from utils.verdict import Measured, verdict
 from utils.weather_data import WeatherData
 
@@ -59,9 +59,12 @@ class RunCosts:
         self.layers, self.report = layers, report
         self.folder = report and report.folder / "report"
         if report:
-            self.folder.mkdir(exist_ok=True)
+            with harmless("the folder of the report"):
+                self.folder.mkdir(exist_ok=True)
         self.time = TimeReport(model, device, iteration, report and report.costs)
-        self.system = SystemWatch(device)
+        self.system: SystemWatch | None = None
+        with harmless("looking at the machine"):
+            self.system = SystemWatch(device)
         self.places: list[tuple[str, set[int]]] = [("", set())] * world.size  # node and cores of each rank
         dist.all_gather_object(self.places, (platform.node(), cores_in_reach()))
         self.systems: list[dict[str, Any]] = []
@@ -78,9 +81,11 @@ class RunCosts:
         iterations = iteration - self.time.iteration
         self.time.record(epoch, iteration)
         mine, ranks = {}, [{}] * self.world.size
-        with harmless("looking at the machine"):
-            mine = self.system.take()
-        dist.all_gather_object(ranks, mine)
+        with span("profiling"):
+            if self.system:
+                with harmless("looking at the machine"):
+                    mine = self.system.take()
+            dist.all_gather_object(ranks, mine)
         found = {"event": "system", "epoch": epoch, "iteration": iteration, "seconds": self.time.records[-1]["wall"]}
         found |= self.together(ranks)
         if "joules" in found and iterations:
@@ -100,7 +105,8 @@ class RunCosts:
 
     def close(self) -> None:
         stop_timeline()
-        self.system.close()
+        if self.system:
+            self.system.close()
 
     def show(self) -> None:
         """Log all tables, and write them. On rank 0."""
@@ -125,6 +131,7 @@ class RunCosts:
 
     def verdict(self) -> str:
         """Return what bounds the run, and what to try."""
+        config, is_recorded = self.config, bool(self.step and self.step.is_recorded)
         node, _ = self.places[0]
         together = [cores for name, cores in self.places if name == node]
         measured = Measured(
@@ -132,12 +139,13 @@ class RunCosts:
             self.steps,
             self.time.iterations,
             on_gpu=self.device.type == "cuda",
-            is_recorded=bool(self.step and self.step.is_recorded),
+            is_recorded=is_recorded,
+            is_blind=is_recorded or config.enable_jit and config.tensor_parallel * config.context_parallel > 1,
             is_direct=self.data.train_loader.is_direct,
             cores=max(len(set.union(*together)) // len(together), 1),
             mfu=self.report.last.get("mfu"),
         )
-        return verdict(measured, self.config)
+        return verdict(measured, config)
 
     def _system_table(self) -> Iterator[str]:
         names = {
@@ -153,15 +161,15 @@ class RunCosts:
             "joules": "J, all GPUs",
             "joules_per_sample": "J a training sample, validation included",
         }
-        epochs = self.systems[1:] or self.systems
-        yield f"The machine, over {len(epochs)} epoch(s)" + (" after the first:" if self.systems[1:] else ":")
+        epochs = self.systems[self.time.warm]
+        yield f"The machine, over {len(epochs)} epoch(s)" + (" after the first:" if self.time.warm.start else ":")
         yield f"  {'':18} {'mean':>9} {'least':>9} {'most':>9}"
         for name, meaning in names.items():
             values = [epoch[name] for epoch in epochs if name in epoch]
             if values:
                 yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"
         if self.device.type == "cuda" and "gpu_use" not in epochs[0]:
-            yield "  The GPU tells nothing of its use: pip install nvidia-ml-py (amdsmi on AMD)"
+            yield "  The GPU does not tell its use; where nvidia-ml-py (on AMD amdsmi) is missing, pip install it"
 
     def _memory_table(self) -> Iterator[str]:
         parts = parts_at_peak(self.step.blocks)

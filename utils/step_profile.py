@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from utils.profiling import synchronize
-from utils.timeline import span
 
 EMPTY, EMPTY_CALLS = "operators with nothing to do", 50
 LEFT = {"forward": "activations", "backward": "gradients", "optimizer": "optimizer"}  # what a span leaves in memory
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "hipGraphLaunch")
+OTHER = 0  # an address that nothing has
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # what a GPU does, as a trace calls it
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # as a trace numbers them; AMD's GPUs are `cuda`, too
 Event = dict[str, Any]  # of a trace in Chrome's format; times in microseconds
 Storages = dict[int, tuple[str, int]]  # part and bytes of each storage, by its address
@@ -62,19 +63,22 @@ class StepProfiler:
         self.device, self.known, self.path = device, known, path
         self.profiler: profile | None = None
 
-    @span("profiling")
+    @property
+    def is_on(self) -> bool:
+        return self.profiler is not None
+
     def start(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints its own steps
         synchronize(self.device)
         self.before = storages(self.known(), self.device)
-        self.profiler = profile(activities=activities(self.device), profile_memory=True, acc_events=True)
-        self.profiler.start()
+        profiler = profile(activities=activities(self.device), profile_memory=True, acc_events=True)
+        profiler.start()
+        self.profiler = profiler
         one = torch.ones(1, 1, device=self.device)
         with record_function(EMPTY):
             for _ in range(EMPTY_CALLS):
                 one @ one
 
-    @span("profiling")
     def stop(self) -> StepProfile:
         """Return what happened since the start. Raises OSError where there is no room for the trace."""
         synchronize(self.device)
@@ -87,9 +91,10 @@ class StepProfiler:
         return read_trace(events, self.device.type, self.before)
 
     def close(self) -> None:
-        """End a profile that is not to the end."""
-        if self.profiler:
-            self.profiler.stop()
+        """Drop a profile in progress."""
+        profiler, self.profiler = self.profiler, None
+        if profiler:
+            profiler.stop()
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
@@ -101,16 +106,19 @@ def activities(device: torch.device) -> list[ProfilerActivity]:
 def storages(parts: dict[str, Iterable[Tensor]], device: torch.device) -> Storages:
     """Return part and bytes of each storage. One that several parts share belongs to the first of them.
 
-    On a GPU `other` is the rest: workspaces of libraries, batches, what a recorded step holds.
+    On a GPU `other` is the rest: workspaces of libraries, batches, what a recorded step holds. On a CPU the last step's
+    gradients are left out, unless they lie in DDP's buckets: they go when a step begins, and PyTorch does not tell.
     """
     found: Storages = {}
     for part, tensors in parts.items():
         for tensor in tensors:
+            if device.type == "cpu" and part == "gradients" and not tensor._is_view():
+                continue
             storage = tensor.untyped_storage()
             found.setdefault(storage.data_ptr(), (part, storage.nbytes()))
     if device.type == "cuda":
         rest = torch.cuda.memory_allocated(device) - sum(size for _, size in found.values())
-        found[0] = ("other", rest)  # at an address that nothing has
+        found[OTHER] = ("other", rest)
     return found
 
 
@@ -134,7 +142,7 @@ def read_trace(events: list[Event], device_type: str, before: Storages) -> StepP
         waiting = sum(time for e, time in mine if sends(e) and not any(lies_in(e, s) for s in spans_of_it)) / 1e6
     else:
         launched_by = {e["args"]["External id"]: e["name"] for e, _ in own if "External id" in e.get("args", {})}
-        kernels = [e for e in spans if e.get("cat") == "kernel" and e["ts"] >= begin]
+        kernels = [e for e in spans if e.get("cat") in ON_GPU and e["ts"] >= begin]
         for e in kernels:
             seconds[launched_by.get(e["args"].get("External id"), e["name"])] += e["dur"] / 1e6
         busy, working = covered(kernels) / 1e6, covered([e for e in kernels if not sends(e)]) / 1e6
@@ -227,15 +235,19 @@ def memory_blocks(moments: list[Event], annotations: list[Event], before: Storag
     live = dict(zip(before, blocks))
     for moment in moments:
         address, size = moment["args"]["Addr"], moment["args"]["Bytes"]
+        if address in live:  # it goes; on a CPU what other threads give back shows only when it is taken again
+            live.pop(address).end = moment["ts"]
+        elif size < 0 and OTHER in live:  # something that was there before, such as the batch of the last step
+            live[OTHER].end = moment["ts"]
+            blocks.append(Block("other", live[OTHER].size + size, moment["ts"]))
+            live[OTHER] = blocks[-1]
         if size > 0:
             live[address] = Block("temporary", size, moment["ts"])
             blocks.append(live[address])
-        elif address in live:
-            live.pop(address).end = moment["ts"]
     spans = [(LEFT[e["name"]], e["ts"], e["ts"] + e["dur"]) for e in annotations if e["name"] in LEFT]
     for block in blocks:
         for part, start, end in spans:
-            if start <= block.start < end <= block.end:
+            if block.part == "temporary" and start <= block.start < end <= block.end:
                 block.part = part
     return blocks
 

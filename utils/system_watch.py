@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import fmean
 
 import torch
@@ -55,13 +55,13 @@ class SystemWatch:
 
     def __init__(self, device: torch.device):
         self.device, self.process = device, psutil.Process()
-        looks = {
+        self.looks = {
             "memory_gb": lambda: self.process.memory_info().rss / 2**30,
             "node_memory": lambda: psutil.virtual_memory().percent / 100,
         }
+        self.gpu_looks = {}
         if device.type == "cuda":
-            looks |= {name: (lambda ask=ask: ask(device)) for name, ask in GPU.items()}
-        self.looks = looks
+            self.gpu_looks = {name: (lambda ask=ask: ask(device)) for name, ask in GPU.items()}
         self.samples: dict[str, list[float]] = defaultdict(list)
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.begin, self.counters = time.perf_counter(), self._counters()
@@ -75,7 +75,7 @@ class SystemWatch:
         read_gb, written_gb: of storage; the system's own memory of files is none. sent_gb, received_gb: of the node.
         gpu_use: share of the time in which a kernel ran. gpu_memory_gb: at the most. joules: of the GPU.
         """
-        self._look()
+        self._look(self.looks)  # not at the GPU: a driver that does not answer holds up its own thread alone
         now, before, self.counters = time.perf_counter(), self.counters, self._counters()
         with self.lock:
             samples, self.samples = self.samples, defaultdict(list)
@@ -94,18 +94,20 @@ class SystemWatch:
 
     def close(self) -> None:
         self.ended.set()
-        self.thread.join(timeout=5)  # a driver may not answer
+        self.thread.join(timeout=5)
 
     def _watch(self) -> None:
-        while not self.ended.wait(INTERVAL):
-            self._look()
+        while True:
+            self._look(self.looks | self.gpu_looks)
+            if self.ended.wait(INTERVAL):
+                return
 
-    def _look(self) -> None:
-        for name, look in list(self.looks.items()):
+    def _look(self, looks: dict[str, Callable[[], float]]) -> None:
+        for name, look in looks.items():
             try:
                 value = look()
             except Exception:  # of a driver, of a library that is not installed
-                self.looks.pop(name, None)
+                self.gpu_looks.pop(name, None)
                 continue
             with self.lock:
                 self.samples[name].append(value)
@@ -113,15 +115,19 @@ class SystemWatch:
     def _counters(self) -> dict[tuple[str, int], float]:
         """Return CPU seconds and GiB by storage of each process, and by network of the node (0), since their start."""
         totals: dict[tuple[str, int], float] = {}
-        for process in (self.process, *self.process.children(recursive=True)):
+        processes = [self.process]
+        with contextlib.suppress(psutil.Error, OSError):  # a node may hide processes
+            processes += self.process.children(recursive=True)
+        for process in processes:
             with contextlib.suppress(psutil.Error):  # it has just ended
                 times = process.cpu_times()
                 totals["cpu_seconds", process.pid] = times.user + times.system
-                with contextlib.suppress(AttributeError):  # not on every platform
+                with contextlib.suppress(AttributeError, OSError):  # not on every platform
                     io = process.io_counters()
                     totals["read_gb", process.pid] = io.read_bytes / 2**30
                     totals["written_gb", process.pid] = io.write_bytes / 2**30
-        if network := psutil.net_io_counters():  # None where no interface is seen
+        with contextlib.suppress(OSError, AttributeError):  # None where no interface is seen
+            network = psutil.net_io_counters()
             totals["sent_gb", 0] = network.bytes_sent / 2**30
             totals["received_gb", 0] = network.bytes_recv / 2**30
         return totals

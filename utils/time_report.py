@@ -23,7 +23,7 @@ PARTS = {
     "checkpoint": "copies, and waits for the save before",
     "logging": "records and pictures; the other ranks wait for them",
     "profiling": "what it takes to look at a step",
-    "setup": "until the first step",
+    "setup": "until the first step is done, which compiles",
     timeline.ELSEWHERE: "between steps",
 }
 
@@ -51,7 +51,7 @@ class TimeReport:
         self.clock.enter("setup")
         self.is_set_up = False
 
-    def step_begins(self) -> None:
+    def step_is_done(self) -> None:
         if not self.is_set_up:
             self.clock.leave()
             self.is_set_up = True
@@ -62,7 +62,8 @@ class TimeReport:
         now = time.perf_counter()
         mine["wall"], self.begin = now - self.begin, now
         ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        with timeline.span("profiling"):
+            dist.all_gather_object(ranks, mine)
         times = {name: [rank.get(name, 0.0) for rank in ranks] for name in (*PARTS, "wall")}
         means = {name: sum(values) / len(values) for name, values in times.items()}
         record = {"event": "time", "epoch": epoch, "iteration": iteration, "iterations": iteration - self.iteration}
@@ -76,25 +77,27 @@ class TimeReport:
             self.write(record)
 
     @property
-    def typical(self) -> list[dict[str, Any]]:
-        """The records of this process but its first, if there are more: in that it warms up."""
-        return self.records[1:] or self.records
+    def warm(self) -> slice:
+        """The records after the first that has iterations of this process, if there are any; else all."""
+        first = next((i for i, record in enumerate(self.records) if record["iterations"]), 0)
+        return slice(first + 1 if self.records[first + 1 :] else 0, None)
 
     @property
     def iterations(self) -> int:
-        """Iterations of the typical records."""
-        return sum(record["iterations"] for record in self.typical)
+        """Iterations that the warm records know the parts of: the first of this process is setup."""
+        done = sum(record["iterations"] for record in self.records[self.warm])
+        return done - (self.is_set_up and self.warm.start == 0)
 
     def by_rank(self) -> dict[str, list[float]]:
         """Return the seconds of each part on every rank, over the same records."""
-        ranks = self.ranks[1:] or self.ranks
+        ranks = self.ranks[self.warm]
         return {part: [sum(rank) for rank in zip(*(times[part] for times in ranks))] for part in PARTS}
 
     def table(self) -> Iterator[str]:
-        """Yield the lines of a table of the typical records."""
-        records = self.typical
-        wall, iterations = sum(record["wall"] for record in records), self.iterations
-        first = " after the first epoch of this process" if self.records[1:] else ""
+        """Yield the lines of a table of the warm records."""
+        records, iterations = self.records[self.warm], self.iterations
+        wall = sum(record["wall"] for record in records)
+        first = " after the first epoch of this process" if self.warm.start else " after the first"
         yield f"Time of {iterations} iterations{first}, and what belongs to them: {wall:.2f} s"
         yield "  part            seconds   share  ms/iteration  longest"
         for part, meaning in PARTS.items():

@@ -21,7 +21,7 @@ class Timeline:
     that computes, so the times are the device's: what the host does while the device computes takes none, and where
     the device waits for the host, for data or for other ranks, it waits in the part that the host is in.
 
-    What a step's parts take in a validation counts as validation.
+    What a step's parts take in a validation counts as validation, and in the first step, which compiles, as setup.
     """
 
     def __init__(self, device: torch.device):
@@ -34,7 +34,8 @@ class Timeline:
 
     def enter(self, part: str) -> None:
         self._mark(self.parts[-1])
-        self.parts.append("validation" if "validation" in self.parts and part in STEP_PARTS else part)
+        whole = next((whole for whole in WHOLE if whole in self.parts), None)
+        self.parts.append(whole if whole and part in STEP_PARTS else part)
 
     def leave(self) -> None:
         part = self.parts[-1]
@@ -90,6 +91,7 @@ class Timeline:
 
 
 STEP_PARTS = ("data wait", "data copy", "forward", "backward", "communication", "optimizer", "step")
+WHOLE = ("validation", "setup")  # they have no parts
 timeline: Timeline | None = None  # of this process, with --report
 
 

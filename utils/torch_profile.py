@@ -1,5 +1,6 @@
 """`--profile torch`: some steps under torch.profiler, as traces, and what is in memory meanwhile."""
 
+import csv
 import gzip
 import json
 import logging
@@ -11,14 +12,13 @@ from torch import Tensor
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from utils.step_profile import activities, memory_blocks, memory_moments, storages, timeline
-from utils.timeline import span
 
 
 class TorchProfile:
     """Counts the steps of a process, and records those that `--profile_steps` names.
 
     For each rank that records, the folder gets `rank<r>.<time>.pt.trace.json.gz` (for TensorBoard's profiler plugin,
-    Perfetto and Holistic Trace Analysis), `rank<r>_memory.png` and `.json` (memory by part over time), and on a GPU
+    Perfetto and Holistic Trace Analysis), `rank<r>_memory.png` and `.csv` (bytes of each part over time), and on a GPU
     `rank<r>_memory.pickle`, which https://pytorch.org/memory_viz draws.
 
     Args:
@@ -39,7 +39,7 @@ class TorchProfile:
         wait, warmup, active = steps
         self.begin, self.end, self.done = wait + warmup, sum(steps), 0
         self.before: dict = {}
-        self.profiler = profile(
+        self.profiler: profile | None = profile(
             activities=activities(device),
             schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
@@ -55,7 +55,6 @@ class TorchProfile:
         """Whether it records or warms up: two profilers cannot do so at once."""
         return self.done < self.end
 
-    @span("profiling")
     def step(self) -> None:
         """Say that a step is done. Raises OSError where there is no room for the trace."""
         if not self.is_at_work:
@@ -65,6 +64,7 @@ class TorchProfile:
         self.profiler.step()
         if not self.is_at_work:
             self.profiler.stop()
+            self.profiler = None  # it holds all events
 
     def close(self) -> None:
         """End it; a run that was stopped before that has no trace, or one of less steps."""
@@ -72,12 +72,13 @@ class TorchProfile:
             logging.warning("--profile torch: the run ended after %d of %d steps of it", self.done, self.end)
             self.done = self.end
             self.profiler.stop()
+            self.profiler = None
 
     def _look(self) -> None:
         if self.done == self.begin:
             self.before = storages(self.known(), self.device)
             if self.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(max_entries=10**6)
+                torch.cuda.memory._record_memory_history(max_entries=10**6, stacks="python")
 
     def _write(self, profiler: profile) -> None:
         name = f"rank{self.rank}"
@@ -91,7 +92,8 @@ class TorchProfile:
         events = json.loads(gzip.decompress(newest.read_bytes()))["traceEvents"]
         annotations = [e for e in events if e.get("cat") == "user_annotation"]
         moments, parts = timeline(memory_blocks(memory_moments(events, self.device.type), annotations, self.before))
-        (self.folder / f"{name}_memory.json").write_text(json.dumps({"ms": moments, "bytes": parts}))
+        with (self.folder / f"{name}_memory.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("ms", *parts), *zip(moments, *parts.values())])
         from utils.plots import memory_figure  # Matplotlib: other ranks need not read it
 
         figure = memory_figure(moments, parts, f"Memory of {self.end - self.begin} step(s), rank {self.rank}")

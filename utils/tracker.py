@@ -20,6 +20,9 @@ from utils.config import Config
 PLAIN = str.maketrans({"(": " ", ")": None, ",": None, "[": None, "]": None})  # MLflow forbids these in names
 
 
+AT_ONCE = 1000  # points that MLflow takes
+
+
 def check_tracker(tracker: str) -> None:
     """Raise ValueError, with the remedy, where the tracker is not installed."""
     if tracker == "mlflow" and importlib.util.find_spec("mlflow") is None:
@@ -51,12 +54,12 @@ class MlflowBoard:
     A run has one place in MLflow, whatever processes work on it; what an earlier process sent is not sent again.
     """
 
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, folder: Path, config: Config, goes_on: bool):
         self.is_lost = False
-        self._open(folder, config)
+        self._open(folder, config, goes_on)
 
     @or_give_up
-    def _open(self, folder: Path, config: Config) -> None:
+    def _open(self, folder: Path, config: Config, goes_on: bool) -> None:
         # A server that is gone shall not hold up training for long.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")  # s
@@ -71,7 +74,8 @@ class MlflowBoard:
         experiment = found.experiment_id if found else self.client.create_experiment(config.config, files)
         place = str(folder.resolve())
         runs = self.client.search_runs([experiment], f"tags.folder = '{place}'")
-        if config.resume != "none" and runs:
+        self.has_history = goes_on and bool(runs)
+        if self.has_history:
             self.run = runs[0].info.run_id
             self.client.update_run(self.run, "RUNNING")
             return
@@ -86,10 +90,13 @@ class MlflowBoard:
 
         name = name.translate(PLAIN)
         if name not in self.sent:
-            self.sent[name] = max((m.step for m in self.client.get_metric_history(self.run, name)), default=-1)
+            history = self.client.get_metric_history(self.run, name) if self.has_history else []
+            self.sent[name] = max((m.step for m in history), default=-1)
         if step > self.sent[name]:
             self.sent[name] = step
             self.metrics.append(Metric(name, float(value), int(1000 * time.time()), step))
+            if len(self.metrics) == AT_ONCE:
+                self.flush()
 
     @or_give_up
     def add_image(self, name: str, pixels: np.ndarray, step: int, dataformats: str = "HWC") -> None:
@@ -98,7 +105,7 @@ class MlflowBoard:
     @or_give_up
     def flush(self) -> None:
         while self.metrics:
-            batch, self.metrics = self.metrics[:1000], self.metrics[1000:]  # as many as MLflow takes at once
+            batch, self.metrics = self.metrics[:AT_ONCE], self.metrics[AT_ONCE:]
             self.client.log_batch(self.run, batch)
 
     @or_give_up

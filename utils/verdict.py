@@ -31,6 +31,7 @@ class Measured:
             where there is none.
         iterations: that `seconds` belong to.
         is_recorded: steps are CUDA graphs.
+        is_blind: the timeline cannot see where a GPU's step waits for other ranks.
         is_direct: the files are read without HDF5.
         cores: CPU cores that a rank has.
         mfu: share of the device's peak, or None where it is not known.
@@ -41,6 +42,7 @@ class Measured:
     iterations: int
     on_gpu: bool
     is_recorded: bool
+    is_blind: bool
     is_direct: bool
     cores: int
     mfu: float | None = None
@@ -72,13 +74,15 @@ class Measured:
             "communicating": min(waits),
             "waiting for the slowest rank": max(waits) - min(waits),
         }
-        total = sum(seconds.values())
+        total = sum(seconds.values()) or 1.0
         return {name: value / total for name, value in seconds.items()}
 
     def unseen(self, rank: int) -> float:
         """Return the seconds in which a rank waits for others inside compiled or recorded code, as its profile says."""
         step, spoken = self.steps[rank], self.seconds["communication"][rank]
-        waited = step[1] * self.iterations - (spoken if self.on_gpu else 0.0) if step else 0.0
+        if step is None or (self.on_gpu and not self.is_blind):
+            return 0.0
+        waited = step[1] * self.iterations - (spoken if self.on_gpu else 0.0)
         return min(max(waited, 0.0), sum(self.seconds[part][rank] for part in COMPUTE))
 
     def waits(self) -> list[float]:

@@ -5,7 +5,7 @@
 # make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
 # make ladder   what does each optimisation bring here? The same ARGS
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
-#         faults, soak, slurm (interrupted runs), simulate, benchmark, figures
+#         faults, soak, slurm (interrupted runs), traces, simulate, benchmark, figures
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -25,7 +25,7 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test lint format readme doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
+.PHONY: help demo test lint format readme doctor ladder figures benchmark certificate mutations combinations faults soak slurm traces simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -8
@@ -65,18 +65,21 @@ ladder: data/demo
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py
 
-# The README's pictures: what `make demo` drew last, the grid, the mappings, the roofline, the loader's speed.
+# The README's pictures: what `make demo` drew last, the grid, the mappings, the roofline, the loader's speed, example
+# runs, and TensorBoard, which needs Chromium.
 figures: demo
 	$(PYTHON) docs/figures/draw.py
 	$(PYTHON) docs/figures/roofline.py
 	$(PYTHON) docs/figures/loading.py
 	cp runs/demo/1GPU/00/pictures/vor_upper.png docs/figures/demo_forecast.png
+	$(PYTHON) docs/example_logs/make.py
+	$(PYTHON) docs/figures/tensorboard.py
 
 benchmark: data/demo $(TOOLS)
-	$(PYTHON) benchmarks/flags.py --json benchmarks/results/flags.json
 	$(PYTHON) benchmarks/step.py --json benchmarks/results/step.json
 	$(PYTHON) benchmarks/loader.py --json benchmarks/results/loader.json
 	$(PYTHON) benchmarks/checkpoint.py --json benchmarks/results/checkpoint.json
+	$(PYTHON) benchmarks/observers.py --json benchmarks/results/observers.json
 
 # Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 12 minutes on 2 cores.
 certificate: $(READY)
@@ -87,6 +90,7 @@ mutations: $(TOOLS)
 	$(PYTHON) tests/mutations.py
 	$(PYTHON) tests/loading_mutations.py
 	$(PYTHON) tests/resuming_mutations.py
+	$(PYTHON) tests/measuring_mutations.py
 
 # Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
 combinations: $(READY)
@@ -102,6 +106,11 @@ soak: $(TOOLS)
 # Jobs that reach their time limit, on a Slurm of one node: about 6 minutes.
 slurm: $(TOOLS)
 	$(PYTHON) -m pytest tests/slurm/at_the_limit.py
+
+# The readers of traces: TensorBoard's plugin and Holistic Trace Analysis, which brings JupyterLab.
+traces: $(TOOLS)
+	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-traces.txt -c requirements.txt
+	$(PYTHON) -m pytest tests/test_traces.py
 
 # What large grids hold and send, computed on this machine: the README's table.
 simulate: $(READY)

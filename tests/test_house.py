@@ -102,15 +102,28 @@ def test_the_notebook_of_the_grid_runs(tmp_path):
     assert (tmp_path / "grid.png").stat().st_size > 10000
 
 
+def test_links_inside_the_readme_arrive():
+    text = (ROOT / "README.md").read_text()
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    places = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    places |= set(re.findall(r'<a id="([^"]+)">', text))
+    links = re.findall(r"\]\(#([^)]+)\)", text)
+    assert len(links) > 20 and not set(links) - places
+
+
 def test_the_readme_has_the_figures_of_the_records():
-    from benchmarks import loader, step
-    from benchmarks.flags import table as flags_table
+    from benchmarks import ladder_report, loader, step
     from benchmarks.simulate import table
 
     text, results = (ROOT / "README.md").read_text(), ROOT / "benchmarks/results"
     words = " ".join(text.split())
-    flags = json.loads((results / "flags.json").read_text())
-    assert flags_table(flags["figures"], flags["spread"]) in text
+    for name in ("demo", "base"):
+        ladder = json.loads((results / f"ladder_{name}.json").read_text())
+        assert f"<!-- ladder {name} -->\n{ladder_report.markdown(name, ladder['rungs'])}\n<!-- end -->" in text
+    watched = json.loads((results / "observers.json").read_text())
+    overhead, spread = watched["figures"]["report_overhead"], watched["spread"]["report_overhead"]
+    assert f"costs {100 * overhead:.1f}% of a step's time" in words and overhead < 0.02
+    assert f"without: {100 * spread[0]:.1f}% to {100 * spread[1]:.1f}%" in words
     record = json.loads((results / "step.json").read_text())
     figures, spread = record["figures"], record["spread"]
     assert step.table(figures, spread, list(step.CASES)) in text and step.savers_table(figures, spread) in text

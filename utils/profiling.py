@@ -135,6 +135,11 @@ def memory_gb(device: torch.device) -> float:
     return int(statm.read_text().split()[1]) * mmap.PAGESIZE / 2**30 if statm.exists() else peak_memory_gb(device)
 
 
+def cached_gb(device: torch.device) -> float:
+    """Return what a GPU's allocator holds beyond the tensors, in GiB."""
+    return (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / 2**30
+
+
 class MemoryWatch:
     """Looks at the memory in use before and after a training step's first forward pass, when told to look again.
 
@@ -183,6 +188,5 @@ class MemoryWatch:
         }
         parts |= {"activations": self.activations or 0.0, "peak": peak_memory_gb(self.device)}
         if self.device.type == "cuda":
-            reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
-            parts["cached"] = (reserved - allocated) / 2**30
+            parts["cached"] = cached_gb(self.device)
         return parts

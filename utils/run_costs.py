@@ -19,7 +19,7 @@ from torch import nn
 from utils.config import Config
 from utils.launch import World
 from utils.model_summary import Layer, summary_table
-from utils.profiling import peak_memory_gb
+from utils.profiling import cached_gb, peak_memory_gb
 from utils.step_profile import StepProfile, parts_at_peak
 from utils.system_watch import SystemWatch, cores_in_reach, harmless
 from utils.time_report import TimeReport
@@ -181,6 +181,8 @@ class RunCosts:
             "of the allocator" if self.device.type == "cuda" else "of the process",
         )
         yield f"  {'sum':13} {sum(parts.values()) / 2**30:9.3f}   (peak {name} so far: {whole:.3f})"
+        if self.device.type == "cuda":
+            yield f"  {'cached':13} {cached_gb(self.device):9.3f}   (held by the allocator beyond the tensors, now)"
 
     def _operator_table(self) -> Iterator[str]:
         step = self.step
@@ -203,7 +205,10 @@ class RunCosts:
             "model": [vars(layer) for layer in self.layers],
         }
         if step := self.step:
-            tables["memory"] = [{"part": part, "bytes": size} for part, size in parts_at_peak(step.blocks).items()]
+            parts = parts_at_peak(step.blocks)
+            if self.device.type == "cuda":
+                parts["cached"] = round(cached_gb(self.device) * 2**30)
+            tables["memory"] = [{"part": part, "bytes": size} for part, size in parts.items()]
             tables["operators"] = [
                 {
                     "operator": name,

@@ -1,0 +1,123 @@
+"""Do the tests of reports, traces, the ladder and the doctor see a wrong line? Change one at a time.
+
+    python tests/measuring_mutations.py [verdict ladder ...]       all, or those in some files
+
+`make mutations` runs it, too. A change that no test sees ends the run with code 1.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.mutate import run_tests, try_mutations
+
+# file, the line as it stands, the line as it is changed to, tests that must see it
+MUTATIONS = [
+    ("utils/timeline", 'part == "backward" and self.waits', "False", "timeline -k last_gradient"),
+    ("utils/timeline", "        self.waits = False\n", "", "timeline -k last_gradient"),
+    ("utils/timeline", "whole if whole and part in STEP_PARTS else part", "part", "timeline -k validation_is"),
+    ("utils/timeline", "            clock.parts.pop()  #", "            pass  #", "timeline -k error"),
+    ("utils/timeline", 'r"( in)? \\d+$"', 'r"x$"', "timeline -k inside_another"),
+    ("utils/timeline", "        tell_of_gradients(model)\n", "        pass\n", "timeline -k 'sends and train.py'"),
+    ("utils/time_report", '        self.clock.enter("setup")\n', "", "observers -k short_runs"),
+    ("utils/time_report", "            self.is_set_up = True\n", "", "observers -k short_runs"),
+    ("utils/time_report", "times[part].index(max(times[part]))", "0", "verdict -k 'slow and rank'"),
+    ("utils/step_profile", 'part == "gradients" and not tensor._is_view()', "False", "costs -k memory_by_part"),
+    (
+        "utils/step_profile",
+        "            live.pop(address).end",
+        "            live[address].end",
+        "costs -k 'memory_is_for'",
+    ),
+    ("utils/step_profile", "size < 0 and OTHER in live", "False", "costs -k without_a_word"),
+    ("utils/step_profile", 'block.part == "temporary" and ', "", "costs -k without_a_word"),
+    ("utils/step_profile", "            own[stack[-1]] -= call", "            0 - call", "costs -k is_its_own"),
+    ("utils/step_profile", 'end - max(e["ts"], reached)', 'e["dur"]', "costs -k cover"),
+    ("utils/step_profile", '"c10d" in event["name"] or', "", "verdict -k copies_of or 'slow and copies and rank'"),
+    ("utils/step_profile", "max(time - empty_call, 0)", "time", "verdict -k nothing"),
+    ("utils/step_profile", 'startswith("aten::empty")', 'startswith("nothing")', "costs -k operators"),
+    (
+        "utils/observers",
+        "                dist.barrier()  # no rank",
+        "                pass  # no rank",
+        "verdict -k 'slow and copies and rank'",
+    ),
+    ("utils/observers", "        self.seconds += time", "        0 + time", "observers -k no_training"),
+    ("utils/observers", "or self.steps < self.earliest", "", "observers -k short_runs"),
+    (
+        "utils/observers",
+        '            with harmless("the profile of a step"):\n                self.profiler.close()\n',
+        "",
+        "observers -k stops_in",
+    ),
+    ("utils/observers", "                self.record(iteration)\n", "                pass\n", "timeline -k goes_on"),
+    (
+        "utils/observers",
+        '                with harmless("the report"):\n                    self.costs.show()',
+        "                self.costs.show()",
+        "observers -k 'summary_table'",
+    ),
+    ("utils/run_costs", "known = set.intersection(", "known = set.union(", "observers -k tell_together"),
+    ("utils/run_costs", "for rank in nodes.values()", "for rank in ranks", "observers -k tell_together"),
+    (
+        "utils/system_watch",
+        "before.get((name, owner), 0.0 if owner else total)",
+        "before.get((name, owner), 0.0)",
+        "observers -k readers_that_end",
+    ),
+    ("utils/system_watch", "                self.gpu_looks.pop(name, None)\n", "", "observers -k left_out"),
+    ("utils/system_watch", "        self.ended.set()\n", "", "costs -k process_takes"),
+    ("utils/verdict", '"communicating": min(waits)', '"communicating": max(waits)', "verdict -k shares"),
+    ("utils/verdict", "waits.index(max(waits))", "0", "verdict -k inside_compiled"),
+    ("utils/verdict", "(self.on_gpu and not self.is_blind)", "False", "verdict -k inside_compiled"),
+    ("utils/verdict", "(spoken if self.on_gpu else 0.0)", "0.0", "verdict -k inside_compiled"),
+    ("utils/verdict", "step is None or step[0] is None", "step is None", "verdict -k shares"),
+    ("utils/verdict", "rank = waits.index(min(waits))", "rank = waits.index(max(waits))", "verdict -k shares"),
+    ("utils/verdict", "sum(seconds.values()) or 1.0", "sum(seconds.values())", "observers -k only_validates"),
+    (
+        "utils/verdict",
+        'if not config.enable_jit:\n            yield "--enable_jit: fewer',
+        'if True:\n            yield "--enable_jit: fewer',
+        "verdict -k what_is_done",
+    ),
+    ("utils/torch_profile", "self.done == self.begin", "False", "costs -k some_steps"),
+    ("utils/curves", 'if config.tracker == "mlflow":', "if True:", "tracker -k fails"),
+    ("utils/curves", "goes_on=purge_step is not None", "goes_on=False", "tracker -k in_mlflow"),
+    ("utils/tracker", "        if step > self.sent[name]:\n", "        if True:\n", "tracker -k in_mlflow"),
+    ("utils/tracker", "            self.is_lost = True\n", "            pass\n", "tracker -k fails"),
+    ("benchmarks/ladder", "low <= 1 <= high or abs(gain - 1) <= noise", "low <= 1 <= high", "ladder -k noise"),
+    ("benchmarks/ladder", "low <= 1 <= high or abs(gain - 1) <= noise", "abs(gain - 1) <= noise", "ladder -k noise"),
+    ("benchmarks/ladder", "if found != setup:", "if False:", "ladder -k not_mixed"),
+    ("benchmarks/ladder", 'for line in lines if line.endswith("\\n")', "for line in lines", "ladder -k half_a_line"),
+    ("benchmarks/ladder", "if iterations < LEAST:", "if False:", "ladder -k too_few"),
+    (
+        "benchmarks/ladder",
+        "            if (rung.key, number) in runs.done:\n                continue\n",
+        "",
+        "ladder -k interrupted_goes",
+    ),
+    (
+        "benchmarks/ladder",
+        'return below(under) if under and any("skipped"',
+        'return below(under) if False and any("skipped"',
+        "ladder -k noise",
+    ),
+    ("benchmarks/call", "        start_new_session=True,\n", "", "ladder -k nothing_is_left"),
+    ("benchmarks/call", '"ChildFailedError" not in line', "True", "ladder -k why"),
+    ("benchmarks/doctor", "batches = np.resize(order,", "batches = np.resize(order[:1],", "doctor -k counted_once"),
+    ("benchmarks/doctor", "speeds[1] * min(depth, best) >= needed", "True", "doctor -k too_slow"),
+    ("benchmarks/doctor", "nproc * threads > len(mine)", "False", "doctor -k numa"),
+    ("benchmarks/doctor", "abs(mean) > 1 or not 0.3 < std < 3", "False", "doctor -k do_not_fit"),
+    ("utils/run", "clock.stop(self.observers.seconds - watched)", "clock.stop()", "observers -k no_training"),
+    ("utils/run", "                files.callback(self.lock.close)\n", "", "run_folder -k lock"),
+]
+
+
+def main(names: list[str]) -> int:
+    chosen = [m for m in MUTATIONS if not names or Path(m[0]).name in names]
+    return try_mutations([(f"{name}.py", old, new, tests) for name, old, new, tests in chosen], run_tests)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -57,7 +57,7 @@ ARGS ?= --config=demo
 doctor: data/demo
 	$(PYTHON) benchmarks/doctor.py $(ARGS)
 
-# About 15 minutes on 2 cores; interrupted, it goes on.
+# About ten minutes on 2 cores; interrupted, it goes on.
 ladder: data/demo
 	$(PYTHON) benchmarks/ladder.py $(ARGS)
 

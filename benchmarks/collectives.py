@@ -53,8 +53,8 @@ def main(world: World, argv: list[str]) -> None:
     found = {}
     for axes in GROUPS:
         ranks, group = grid.get_size(axes), grid.get_group(axes)
-        if ranks == 1:
-            continue
+        if ranks == 1 or any(grid.get_size(axis) == 1 for axis in axes.split("-")):
+            continue  # nobody to talk to, or the same group under two names
         whole = torch.zeros(size // ranks * ranks, device=device)
         part = whole[: len(whole) // ranks].clone()
         sent = 4 * len(whole) * (ranks - 1) / ranks  # bytes, in a ring (Patarasuk & Yuan 2009)

@@ -2,10 +2,9 @@
 
     python benchmarks/doctor.py --config=demo                                  one rank
     python benchmarks/doctor.py --config=mp --tensor_parallel=4 --nproc 8      a node's ranks; any flag of train_mp.py
-    srun -n 1 python benchmarks/doctor.py --config=base --nproc 4              inside a job: on one of its nodes
 
-Looks at versions, devices, cores and threads, limits, what ranks send to each other, storage, the data, and the memory
-that the chosen section needs. Takes a minute or two, and changes nothing.
+In a job's script this looks at the first of its nodes: versions, devices, cores and threads, limits, what ranks send to
+each other, storage, the data, and the memory that the chosen section needs. Takes a minute or two, and changes nothing.
 """
 
 import argparse
@@ -40,6 +39,7 @@ from utils.model_summary import summarise  # noqa: E402
 from utils.profiling import peak_flops  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
+MFU = 0.4  # what a step reaches of the peak, more or less
 NODES = Path("/sys/devices/system/node")
 
 
@@ -78,7 +78,8 @@ def devices(nproc: int) -> Iterator[Line]:
     """Look at the GPUs: what they are, whether others use them, how they are connected."""
     count = torch.cuda.device_count()
     if not count:
-        yield Line("no GPU: training runs on the CPU")
+        blind = shutil.which("nvidia-smi") and "torch sees none of this node's: CUDA_VISIBLE_DEVICES, driver, or build"
+        yield Line("no GPU: training runs on the CPU", blind or None)
         return
     share = f"{nproc} ranks share {count} GPU(s)"
     yield Line(f"{count} GPU(s) for {nproc} rank(s)", f"{share}: start one rank a GPU" if nproc > count else None)
@@ -93,7 +94,8 @@ def devices(nproc: int) -> Iterator[Line]:
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             yield Line(f"GPU {i} has no bf16", "use --amp_mode fp16")
     if shutil.which("nvidia-smi"):
-        print(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
+        table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout.rstrip()
+        yield Line(f"how they are connected:\n{table}")
 
 
 def cores(config: Config, nproc: int) -> Iterator[Line]:
@@ -102,7 +104,8 @@ def cores(config: Config, nproc: int) -> Iterator[Line]:
     found = f"{len(mine)} of {os.cpu_count()} cores are ours"
     few = len(mine) < nproc
     yield Line(found, f"{nproc} ranks need a core each: give the job more (-c, --cpus-per-task)" if few else None)
-    threads = int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads()))
+    # Launchers give each of several ranks one thread, unless they are told otherwise.
+    threads = int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads() if nproc == 1 else 1))
     too_many = nproc * threads > len(mine)
     remedy = f"export OMP_NUM_THREADS={max(len(mine) // nproc, 1)}"
     yield Line(f"{nproc} rank(s) x {threads} thread(s)", remedy if too_many else None)
@@ -144,7 +147,7 @@ def communication(flags: list[str], nproc: int, gradients: int, step: float) -> 
 
     Args:
         gradients: bytes of them on a rank.
-        step: seconds that a step computes, at the least.
+        step: seconds that a step computes.
     """
     if nproc == 1:
         return
@@ -156,11 +159,11 @@ def communication(flags: list[str], nproc: int, gradients: int, step: float) -> 
         if name in without:
             told += f", {speed / without[name]['gb_per_sec']:.1f} x as much as without peer-to-peer"
         yield Line(told)
-    if measured := found.get("dp-cp all_reduce"):
+    if measured := found.get("dp-cp all_reduce") or found.get("dp all_reduce"):
         ranks = measured["ranks"]
         seconds = 2 * (ranks - 1) / ranks * gradients / measured["gb_per_sec"] / 1e9
-        told = f"gradients take {1e3 * seconds:.1f} ms to send, and a step computes {1e3 * step:.1f} ms or longer"
-        remedy = "--accumulation_steps, a larger batch, or a faster network (NCCL_DEBUG=INFO tells which it took)"
+        told = f"gradients take {1e3 * seconds:.1f} ms to send, and a step computes about {1e3 * step:.1f} ms"
+        remedy = "a larger batch, in several --accumulation_steps, or a faster network (NCCL_DEBUG=INFO names it)"
         yield Line(told, remedy if seconds > step / 2 else None)
 
 
@@ -177,14 +180,14 @@ def measure_collectives(flags: list[str], nproc: int, **env: str) -> dict[str, d
         raise ValueError(f"collectives of {nproc} ranks took over 5 minutes: can they reach each other?") from None
     if code:
         raise ValueError(reason(errors))
-    return json.loads(found.splitlines()[-1])
+    return json.loads(next(line for line in reversed(found.splitlines()) if line.startswith("{")))
 
 
 def storage(data: WeatherData, needed: float) -> Iterator[Line]:
     """Read samples as training does, one read at a time and sixteen, from files that the system holds no copy of.
 
     Args:
-        needed: samples per second that a rank can compute, at the most.
+        needed: samples per second that this node's ranks compute.
     """
     reader, folder = data.train_loader.reader, data.config.train_data_path
     speeds = {}
@@ -193,11 +196,13 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
             drop_cache(path)
         speeds[depth] = read_speed(reader, depth)
     told = ", ".join(f"{speed:.1f} samples/s with {depth} read(s) at once" for depth, speed in speeds.items())
-    told = f"{folder} gives {told}; a rank computes {needed:.1f} or less"
+    told = f"{folder} gives {told}; this node computes about {needed:.1f}"
     depth = data.train_loader.depth or 1
     best = max(speeds, key=speeds.get)
-    if speeds[1] * min(depth, best) >= needed:
+    if (speeds[1] if depth == 1 else min(speeds[1] * depth, speeds[best])) >= needed:
         yield Line(told)
+    elif not data.train_loader.is_direct:
+        yield Line(told, "--num_data_workers: each decodes a frame at a time; or files that are not compressed")
     elif speeds[best] >= needed:
         yield Line(told, f"--num_data_workers 4 --read_depth {best}")
     else:
@@ -242,7 +247,7 @@ def values(data: WeatherData) -> Iterator[Line]:
         yield Line(f"normalised values lie between {fields.min():.1f} and {fields.max():.1f}")
 
 
-def memory(config: Config, dp: int, flags: list[str], found: dict) -> Iterator[Line]:
+def memory(config: Config, dp: int, found: dict) -> Iterator[Line]:
     """Compare the memory that a rank of this section needs with what there is."""
     parts = {"weights": 4 * found["parameters"], "optimiser": found["after_forward"]["Optstate"]}
     parts["activations"] = found["after_forward"]["Activation"]
@@ -257,8 +262,13 @@ def memory(config: Config, dp: int, flags: list[str], found: dict) -> Iterator[L
     if found["peak"] / 2**30 < 0.9 * there:
         yield Line(told)
         return
-    remedies = ["--activation_checkpoint=block", "--accumulation_steps=2", "--tensor_parallel or --context_parallel"]
-    yield Line(told, "try " + ", then ".join(r for r in remedies if r.split("=")[0] not in " ".join(flags)))
+    if parts["activations"] > parts["weights"] + parts["optimiser"]:
+        remedies = ["--accumulation_steps 2"] * (config.local_batch_size > 1)
+        remedies += ["--activation_checkpoint block"] * (config.activation_checkpoint == "none")
+        remedies += ["--context_parallel 2"]
+    else:
+        remedies = ["--tensor_parallel 2"]
+    yield Line(told, "try " + ", then ".join(remedies))
 
 
 def main(argv: list[str]) -> None:
@@ -287,8 +297,13 @@ def main(argv: list[str]) -> None:
     show("Versions", versions())
     show("Devices", devices(args.nproc))
     show("Cores", cores(config, args.nproc))
-    found = simulate(dp, flags)
-    show("Memory", memory(config, dp, flags, found))
+    found: dict = {}
+
+    def simulated() -> Iterator[Line]:
+        found.update(simulate(dp, flags))
+        yield from memory(config, dp, found)
+
+    show("Memory", simulated())
     try:
         data = WeatherData(dataclasses.replace(config, stage_dir=None), num_shards=dp)  # copies no files
     except (ValueError, OSError) as error:
@@ -296,17 +311,15 @@ def main(argv: list[str]) -> None:
         show("Data", iter([Line(str(error), "the rest needs them")]))
     show("Limits", limits(data, args.nproc))
     if data:
-        # A step computes three times the forward pass's operations; no rank is faster than its device.
-        flops = 3 * summarise(train.build_model, config, data)[0].flops
+        # A step computes three times the forward pass's operations.
+        layers = summarise(train.build_model, config, data)
         peak, source = peak_flops(device, config.amp_mode, config.tf32)
-        of_a_copy = peak * args.nproc / dp / flops  # samples/s
+        needed = MFU * peak * args.nproc / (3 * layers[0].flops)  # samples/s
+        print(f"\n(A step is taken to reach {MFU:.0%} of {peak / 1e12:.3g} TFLOP/s a rank: {source})")
         show("Data", values(data))
-        show("Storage", storage(data, of_a_copy))
-        step = config.local_batch_size * config.accumulation_steps / of_a_copy
-        show(
-            f"Communication (peak {peak / 1e12:.3g} TFLOP/s: {source})",
-            communication(flags, args.nproc, 4 * found["parameters"], step),
-        )
+        show("Storage", storage(data, needed))
+        parameters = found.get("parameters", layers[0].parameters)
+        show("Communication", communication(flags, args.nproc, 4 * parameters, config.global_batch_size / needed))
     print(f"\n{changes} thing(s) to change" if changes else "\nAll is well.")
 
 

@@ -6,16 +6,18 @@
 
 Each rung is a run in a process of its own: two epochs, of which the second counts. All rungs run once, then all once
 more, `--repeats` times: a machine that slows down meanwhile slows all of them. A gain is the median of the ratios to
-the rung below, each within one round. It is noise where these ratios lie on both sides of 1, or nearer to 1 than those
-of the baseline to itself. What the machine cannot do is skipped, with the reason.
+the rung below, each within one round. It is noise where these ratios lie on both sides of 1, or where rungs that are
+one and the same command differ by as much. What the machine cannot do is skipped, with the reason.
 
 Writes what it found to `--json`, and beside it as .md (tables), .png (bars) and .html (all in one page). Interrupted,
-the same command goes on where it stopped: .runs.jsonl has what was done.
+the same command goes on where it stopped, and tries again what failed: .runs.jsonl has what was done.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -38,7 +40,7 @@ from utils.config_reader import load_config  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
 EPOCHS = 2
-LEAST = 3  # iterations of an epoch: the first of them waits for the reader to start
+LEAST = 5  # iterations of an epoch: the first of them waits for the reader to start
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ ALONE = {
     "chunks": ("--mlp_chunks=4",),
 }
 NEEDS = {"TF32": "TF32", "fp16": "fp16"}
+DATA_PARALLEL = "benchmarks/data_parallel.py"
 GRAPHS = ("--graph_warmup=4",)
 MISSING = {
     "a GPU": "no GPU here",
@@ -100,9 +103,11 @@ MISSING = {
 }
 
 
-def lacks(needs: str | None) -> str | None:
+def lacks(needs: str | None, ranks: int = 1) -> str | None:
     """Return what the machine has not, in words; None where it has it."""
     gpus = torch.cuda.device_count()
+    if 0 < gpus < ranks and "SLURM_JOB_ID" not in os.environ:
+        return f"needs {ranks} GPUs, and here are {gpus}"
     has_tf32 = gpus > 0 and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
     there = {None: True, "a GPU": gpus > 0, "2 GPUs": gpus > 1, "TF32": has_tf32, "fp16": gpus > 0}
     return None if there[needs] else MISSING[needs]
@@ -136,9 +141,10 @@ def all_rungs(nproc: int, batch: int) -> list[Rung]:
         "no gradients sent": ("--noddp",),
     }.items():
         rungs.append(Rung("data parallel", name, (*flags, *more), batch * nproc, ddp, ranks=nproc))
-    plain = (*flags, "--no_enable_jit")  # DataParallel copies the model in each step, which cannot be compiled
+    # DataParallel copies the model in each step, which cannot be compiled, and its threads know no bf16.
+    plain = (*flags, "--no_enable_jit", "--amp_mode=none")
     rungs.append(Rung("data parallel", "not compiled", plain, batch * nproc, ddp, ranks=nproc, needs="2 GPUs"))
-    script, below = "benchmarks/data_parallel.py", rungs[-1].key
+    script, below = DATA_PARALLEL, rungs[-1].key
     rungs.append(Rung("data parallel", "DataParallel", plain, batch * nproc, below, script, needs="2 GPUs"))
 
     tp, cp = f"--tensor_parallel={nproc}", f"--context_parallel={nproc}"
@@ -164,22 +170,25 @@ def all_rungs(nproc: int, batch: int) -> list[Rung]:
 
 def launch(rung: Rung) -> tuple[list[str], dict[str, str]]:
     """Return the command of a rung and its environment: torchrun here, srun inside a job."""
-    in_job = "SLURM_JOB_ID" in os.environ and shutil.which("srun")
-    script = [sys.executable, rung.script]
-    if in_job:
-        command = ["srun", "--export=ALL", f"--ntasks={rung.ranks}", *script]
+    script, cpus = [sys.executable, rung.script], len(os.sched_getaffinity(0)) // rung.ranks
+    if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
+        there = int(os.environ.get("SLURM_NNODES", 1))
+        nodes = min(-(-rung.ranks // (torch.cuda.device_count() or 1)), there)
+        cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", cpus)) // -(-rung.ranks // nodes)
+        share = [f"--nodes={nodes}", f"--ntasks={rung.ranks}", f"--cpus-per-task={max(cpus, 1)}"]
+        command = ["srun", "--export=ALL", "--overlap", *share, *script]
     elif rung.ranks > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={rung.ranks}"]
         command = [sys.executable, *torchrun, rung.script]
     else:
         command = script
-    here = -(-rung.ranks // int(os.environ.get("SLURM_NNODES", 1))) if in_job else rung.ranks
-    threads = max(len(os.sched_getaffinity(0)) // here, 1)
-    return command, {"OMP_NUM_THREADS": str(threads)} | dict(os.environ)
+    return command, {"OMP_NUM_THREADS": str(max(cpus, 1))} | dict(os.environ)
 
 
 def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Path, limit: float) -> dict[str, Any]:
-    """Train, and return what the run recorded; {"skipped": reason} where the machine, or the data, cannot do it.
+    """Train, and return what the run recorded.
+
+    {"skipped": reason} where machine or data cannot do it, {"failed": reason} where the run did not come to its end.
 
     Args:
         iterations: of an epoch, at the most.
@@ -187,7 +196,7 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
         folder: for the run's files.
         limit: seconds that it may take.
     """
-    if missing := lacks(rung.needs):
+    if missing := lacks(rung.needs, rung.ranks):
         return {"skipped": missing}
     iterations = min(iterations, samples // rung.batch)
     if iterations < LEAST:
@@ -200,9 +209,9 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
     try:
         code, _, errors = call([*command, *flags, *rung.flags, *size, *epoch, *more], env, limit)
     except subprocess.TimeoutExpired:
-        return {"skipped": f"not done after {limit / 60:g} minutes"}
+        return {"failed": f"not done after {limit / 60:g} minutes"}
     if code:
-        return {"skipped": reason(errors)}
+        return {"failed": reason(errors)}
     (path,) = folder.glob("*/*/*/metrics.jsonl")
     events = [json.loads(line) for line in path.read_text().splitlines()]
     first, last = [event for event in events if event["event"] == "epoch"]
@@ -211,7 +220,7 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
     return {
         "samples_per_sec": last["samples_per_sec"],
         "memory_gb": last["peak_memory_gb"],
-        "mfu": last["mfu"],
+        "mfu": None if rung.script == DATA_PARALLEL else last["mfu"],  # which counts one device
         "data_wait_frac": last["data_wait_frac"],
         "first_iteration_sec": first["first_iteration_sec"],
         "iteration_sec": seconds,
@@ -233,6 +242,7 @@ class Runs:
         if found != setup:
             changed = ", ".join(name for name in setup if found.get(name) != setup[name])
             raise ValueError(f"{path} is of another ladder ({changed} changed): give another --json, or --fresh")
+        runs = [run for run in runs if "failed" not in run]
         self.done = {(run["rung"], run["round"]): run for run in runs}
         # Anew, because the last line may be half a line.
         path.write_text("".join(json.dumps(line) + "\n" for line in (setup, *runs)))
@@ -246,6 +256,23 @@ class Runs:
     def of(self, rung: Rung) -> list[dict[str, Any]]:
         """Return those of a rung, round by round."""
         return [line for (key, _), line in sorted(self.done.items(), key=lambda item: item[0][1]) if key == rung.key]
+
+
+def why_not(results: list[dict[str, Any]]) -> str | None:
+    """Return why a rung has no figures, if it has none."""
+    if not results:
+        return "not run"
+    return next((f"{word}: {r[word]}" for r in results for word in ("skipped", "failed") if word in r), None)
+
+
+def noise(rungs: list[Rung], runs: Runs) -> float | None:
+    """Return how far rungs that are one and the same command lie apart: the logarithm of their ratio, at the most."""
+    apart = []
+    for one, other in itertools.combinations(rungs, 2):
+        same = all(getattr(one, name) == getattr(other, name) for name in ("script", "flags", "batch", "ranks"))
+        if same and (ratios := gains(runs, one, other)):
+            apart.append(abs(math.log(statistics.median(ratios))))
+    return max(apart, default=None)
 
 
 def gains(runs: Runs, rung: Rung, below: Rung) -> list[float]:
@@ -269,32 +296,31 @@ def evaluate(rungs: list[Rung], runs: Runs) -> list[dict[str, Any]]:
     def below(rung: Rung) -> Rung | None:
         """The next rung below that this machine could do."""
         under = by_key.get(rung.below)
-        return below(under) if under and any("skipped" in result for result in runs.of(under)) else under
+        return below(under) if under and why_not(runs.of(under)) else under
 
-    baseline = by_key["steps: baseline"]
-    again = gains(runs, by_key["steps: the same again"], baseline)
-    noise = max((abs(ratio - 1) for ratio in again), default=0.0)
+    baseline, apart = by_key["steps: baseline"], noise(rungs, runs)
     rows = []
     for rung in rungs:
         results = runs.of(rung)
         row = {"table": rung.table, "name": rung.name, "ranks": rung.ranks, "batch": rung.batch, "script": rung.script}
         row["flags"] = " ".join(rung.flags)
-        failed = next((result["skipped"] for result in results if "skipped" in result), None)
-        if failed or not results:
-            rows.append(row | {"skipped": failed or "not run"})
+        if reason_why := why_not(results):
+            rows.append(row | {"without": reason_why})
             continue
         speeds = [result["samples_per_sec"] for result in results]
         row |= {"samples_per_sec": statistics.median(speeds), "range": [min(speeds), max(speeds)]}
         for name in ("memory_gb", "mfu", "data_wait_frac"):
-            row[name] = statistics.median(result[name] for result in results)
+            values = [result[name] for result in results if result[name] is not None]
+            row[name] = statistics.median(values) if values else None
         # What compiles does so in the first iteration.
-        row["compile_sec"] = statistics.median(r["first_iteration_sec"] - r["iteration_sec"] for r in results)
-        if "losses" in runs.of(baseline)[0]:
+        compiling = statistics.median(r["first_iteration_sec"] - r["iteration_sec"] for r in results)
+        row["compile_sec"] = max(compiling, 0.0)
+        if not why_not(runs.of(baseline)):
             row["loss_change"] = loss_change(runs, rung, baseline)
         if (under := below(rung)) and (ratios := gains(runs, rung, under)):
             low, gain, high = min(ratios), statistics.median(ratios), max(ratios)
             row |= {"below": under.name, "gain": gain, "gain_range": [low, high]}
-            row["is_noise"] = low <= 1 <= high or abs(gain - 1) <= noise
+            row["is_noise"] = low <= 1 <= high or (apart is not None and abs(math.log(gain)) <= apart)
         rows.append(row)
     return rows
 
@@ -314,9 +340,11 @@ def chosen(rungs: list[Rung], names: list[str] | None) -> list[Rung]:
     for rung in rungs:
         if any(name.lower() in rung.key.lower() for name in names):
             keep.add(rung.key)
-            while rung.below and lacks((rung := by_key[rung.below]).needs):
-                pass
-            keep.add(rung.key)
+            while rung.below:  # down to one that this machine can do
+                rung = by_key[rung.below]
+                keep.add(rung.key)
+                if not lacks(rung.needs, rung.ranks):
+                    break
     return [rung for rung in rungs if rung.key in keep]
 
 
@@ -353,29 +381,31 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=20, help="of an epoch")
     parser.add_argument("--minutes", type=float, default=20, help="a run that takes longer is skipped")
-    parser.add_argument("--json", type=Path, help="file to write; default: benchmarks/results/ladder_<section>.json")
+    parser.add_argument("--json", type=Path, help="file to write; default: runs/ladder_<section>.json")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an interrupted ladder")
-    parser.add_argument("--update_readme", action="store_true", help="rewrite this ladder's table in README.md")
+    parser.add_argument("--update_readme", action="store_true", help="rewrite the table in README.md, and its record")
     args, flags = parser.parse_known_args(argv)
     config = load_config(flags)[0].with_batches(1)
-    record = args.json or ROOT / f"benchmarks/results/ladder_{config.config}.json"
+    folder = "benchmarks/results" if args.update_readme else "runs"
+    record = args.json or ROOT / folder / f"ladder_{config.config}.json"
     rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
-    samples = len(WeatherData(replace(config, stage_dir=None)).train_pairs)
+    samples = len(WeatherData(replace(config, stage_dir=None, data_loader_config="pytorch")).train_pairs)
     setup = describe(config, flags, args)
     path = record.with_suffix(".runs.jsonl")
     if args.fresh:
         path.unlink(missing_ok=True)
     runs = Runs(path, setup)
+    if all((rung.key, number) in runs.done or runs.of(rung) for rung in rungs for number in range(args.repeats)):
+        print(f"All of it was measured: {path} has the runs, and --fresh measures anew.")
     for number in range(args.repeats):
         for rung in rungs:
             if (rung.key, number) in runs.done:
                 continue
-            before = runs.of(rung)
-            if before and "skipped" in before[0]:  # it will not be able to the next time either
+            if runs.of(rung) and why_not(runs.of(rung)):  # it will not do better in the next round
                 continue
             result = run(rung, flags, args.iterations, samples, record.with_suffix(".runs"), 60 * args.minutes)
             runs.add(rung, number, result)
-            told = result.get("skipped") or f"{result['samples_per_sec']:.2f} samples/s"
+            told = why_not([result]) or f"{result['samples_per_sec']:.2f} samples/s"
             print(f"{number + 1}/{args.repeats}  {rung.key:50} {told}", flush=True)
     rows = evaluate(rungs, runs)
     about = {name: value for name, value in setup.items() if name != "configuration"}
@@ -383,6 +413,8 @@ def main(argv: list[str]) -> None:
     print(record.with_suffix(".md").read_text())
     if args.update_readme:
         ladder_report.update(ROOT / "README.md", record)
+    if failed := why_not(runs.of(rungs[0])):
+        raise ValueError(f"the baseline has no figures ({failed}): give flags with which it runs")
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ Row = dict[str, Any]
 
 def cells(row: Row) -> list[str]:
     """Return a line of a table; what is not known is empty."""
-    if "skipped" in row:
-        return [row["name"], "skipped: " + row["skipped"].replace("|", "/")]
+    if "without" in row:
+        return [row["name"], row["without"].replace("|", "/")]
     gain, span = "", ""
     if "gain" in row:
         gain = f"{row['gain']:.2f}" + (", noise" if row["is_noise"] else "")
@@ -83,7 +83,7 @@ def markdown(ladder: str, rows: list[Row]) -> str:
 
 def picture(rows: list[Row], title: str) -> Figure:
     """Draw the speed of each rung as a bar, with its range; noise is pale."""
-    shown = [(name, [row for row in found if "skipped" not in row]) for name, found in tables(rows)]
+    shown = [(name, [row for row in found if "without" not in row]) for name, found in tables(rows)]
     shown = [(name, found) for name, found in shown if found]
     heights = [len(found) + 1.5 for _, found in shown]
     figure = Figure(figsize=(9, 0.32 * sum(heights) + 0.6), layout="constrained")
@@ -111,16 +111,16 @@ def page(rows: list[Row], image: bytes, title: str, about: dict[str, Any]) -> st
         body.append(f"<h2>{html.escape(name)}</h2><table><tr>{''.join(f'<th>{h}</th>' for h in HEAD)}</tr>")
         for row in found:
             first, *rest = (html.escape(cell) for cell in cells(row))
-            told = f'<td colspan="{len(HEAD) - 1}">{rest[0]}</td>' if "skipped" in row else ""
+            told = f'<td colspan="{len(HEAD) - 1}">{rest[0]}</td>' if "without" in row else ""
             told = told or "".join(f"<td>{cell}</td>" for cell in rest)
-            kind = "skipped" if "skipped" in row else "noise" if row.get("is_noise") else ""
+            kind = "without" if "without" in row else "noise" if row.get("is_noise") else ""
             flags = html.escape(f"{row['script']} {row['flags']}")
             body.append(f'<tr class="{kind}"><td title="{flags}">{first}</td>{told}</tr>')
         body.append("</table>")
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
         "table{border-collapse:collapse}th,td{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}"
-        "td:first-child,th:first-child,.skipped td{text-align:left}.noise,.skipped{color:#888}img{max-width:100%}"
+        "td:first-child,th:first-child,.without td{text-align:left}.noise,.without{color:#888}img{max-width:100%}"
     )
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{style}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
@@ -128,7 +128,7 @@ def page(rows: list[Row], image: bytes, title: str, about: dict[str, Any]) -> st
 
 def write(path: Path, rows: list[Row], about: dict[str, Any]) -> None:
     """Write the record, and what shows it."""
-    done = {f"{row['table']}: {row['name']}": row for row in rows if "skipped" not in row}
+    done = {f"{row['table']}: {row['name']}": row for row in rows if "without" not in row}
     figures = {f"samples_per_sec of {key}": row["samples_per_sec"] for key, row in done.items()}
     spread = {f"samples_per_sec of {key}": row["range"] for key, row in done.items()}
     for key, row in done.items():

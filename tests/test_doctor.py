@@ -30,12 +30,17 @@ def test_a_machine_from_end_to_end(tiny):
     command = [sys.executable, "benchmarks/doctor.py", "--nproc", "2", *tiny_flags(tiny), "--tensor_parallel=2"]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    titles = [line for line in done.stdout.splitlines() if line and not line.startswith(" ")]
-    assert [title.split(" (")[0] for title in titles[:-1]] == [
-        "Versions", "Devices", "Cores", "Memory", "Limits", "Data", "Storage", "Communication",
-    ]  # fmt: skip
+    titles = [line for line in done.stdout.splitlines() if line and not line.startswith((" ", "("))]
+    sections = ["Versions", "Devices", "Cores", "Memory", "Limits", "Data", "Storage", "Communication"]
+    assert titles[:-1] == sections
     assert titles[-1] == "All is well." or titles[-1].endswith("thing(s) to change")
-    for words in ("tp all_reduce of 2 ranks", "21 samples of 3 channels, 16 x 32", "a rank needs", "samples/s with 16"):
+    for words in (
+        "tp all_reduce of 2 ranks",
+        "21 samples of 3 channels, 16 x 32",
+        "a rank needs",
+        "samples/s with 16",
+        "is taken to reach",
+    ):
         assert words in done.stdout, words
     assert all(line.startswith(("  good  ", "  change  ")) for line in done.stdout.splitlines() if line[:1] == " ")
 
@@ -96,8 +101,12 @@ def test_storage_that_is_too_slow(tiny, monkeypatch):
     monkeypatch.setattr(doctor, "read_speed", lambda reader, depth: speeds[depth])
     assert not changes(storage(data, 15))
     (line,) = changes(storage(data, 90))
-    assert line.endswith("a rank computes 90.0 or less: --num_data_workers 4 --read_depth 16")
+    assert line.endswith("this node computes about 90.0: --num_data_workers 4 --read_depth 16")
     assert "--stage_dir" in changes(storage(data, 1000))[0]
+    speeds[16] = 12.0  # reads at once do not help here
+    assert "--stage_dir" in changes(storage(data, 15))[0]
+    monkeypatch.setattr(data.train_loader, "is_direct", False)
+    assert "each decodes a frame" in changes(storage(data, 1000))[0]
 
 
 def test_reads_are_counted_once(tiny, monkeypatch):
@@ -109,12 +118,17 @@ def test_reads_are_counted_once(tiny, monkeypatch):
     assert len(read) == 2 * 24 and len({(job.file, job.t) for job in read if job.part == 0}) == 21  # all there are
 
 
-def test_memory_that_is_not_there():
+def test_memory_that_is_not_there(monkeypatch):
     found = {"parameters": GIB, "peak": 20 * GIB, "after_forward": {"Optstate": 8 * GIB, "Activation": 8 * GIB}}
-    (line,) = changes(memory(Config(), 10**6, ["--activation_checkpoint=block"], found))
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    config = Config(global_batch_size=10**6 * 2).with_batches(10**6)
+    (line,) = changes(memory(config, 10**6, found))
     assert "a rank needs 20.00 GiB for tensors: weights 4.00, optimiser 8.00, activations 8.00" in line
-    assert "try --accumulation_steps=2" in line
-    assert not changes(memory(Config(), 1, [], found | {"peak": GIB}))
+    assert line.endswith("try --tensor_parallel 2")
+    found["after_forward"]["Activation"] = 16 * GIB
+    (line,) = changes(memory(config, 10**6, found))
+    assert line.endswith("try --accumulation_steps 2, then --activation_checkpoint block, then --context_parallel 2")
+    assert not changes(memory(config, 1, found | {"peak": GIB}))
 
 
 def test_a_network_too_slow_for_the_gradients(monkeypatch):
@@ -122,7 +136,7 @@ def test_a_network_too_slow_for_the_gradients(monkeypatch):
     monkeypatch.setattr(doctor, "measure_collectives", lambda *args, **env: found)
     assert not changes(doctor.communication([], 4, 10**9, step=3.0))
     (line,) = changes(doctor.communication([], 4, 10**9, step=1.0))
-    assert "gradients take 1000.0 ms to send, and a step computes 1000.0 ms or longer" in line
+    assert "gradients take 1000.0 ms to send, and a step computes about 1000.0 ms" in line
     assert list(doctor.communication([], 1, 10**9, step=1.0)) == []
 
 

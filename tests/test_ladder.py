@@ -1,6 +1,7 @@
 """The ladder: its rungs, what is compared with what, what noise is, and that it goes on where it stopped."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -33,9 +34,10 @@ def test_each_rung_stands_on_one_above_it():
     assert {rung.table for rung in all_rungs(1, 8)} == {"steps", "alone"}
 
 
-def test_words_choose_rungs_and_what_they_stand_on():
+def test_words_choose_rungs_and_what_they_stand_on(monkeypatch):
+    monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: 0)
     names = [rung.name for rung in chosen(RUNGS, ["attention"]) if rung.table == "steps"]
-    assert names == ["baseline", "the same again", "+ prefetch", "+ attention"]  # TF32 needs a GPU
+    assert names == ["baseline", "the same again", "+ prefetch", "+ TF32", "+ attention"]  # TF32 needs a GPU
     with pytest.raises(ValueError, match="no rung is called 'atention'"):
         chosen(RUNGS, ["atention"])
 
@@ -45,7 +47,7 @@ def runs(tmp_path):
     """Of a baseline and of those that stand on it, in three rounds."""
     found = Runs(tmp_path / "runs.jsonl", {"flags": []})
     speeds = {
-        "steps: baseline": (10, 12, 11), "steps: the same again": (10.5, 11.5, 11), "steps: + workers": (20, 22, 24),
+        "steps: baseline": (10, 12, 11), "steps: the same again": (10.5, 12.4, 11.5), "steps: + workers": (20, 22, 24),
         "steps: + prefetch": (20, 23, 23), "steps: + attention": (21, 23.5, 23.5), "alone: bf16": (30, 36, 33),
     }  # fmt: skip
     for key, values in speeds.items():
@@ -67,10 +69,13 @@ def test_gains_and_their_noise(runs):
     assert workers["gain"] == 2 and workers["gain_range"] == [22 / 12, 24 / 11] and not workers["is_noise"]
     assert rows["steps: + prefetch"]["is_noise"]  # the range holds 1
     assert rows["steps: + attention"]["below"] == "+ prefetch"  # not TF32, which was skipped
-    assert rows["steps: + attention"]["is_noise"]  # above 1 each time, but no more than the baseline over itself
+    assert rows["steps: + attention"]["is_noise"]  # above 1 each time, but no more than the baseline to itself
     assert rows["alone: bf16"]["gain"] == 3 and rows["alone: bf16"]["loss_change"] == pytest.approx(2e-3)
     assert rows["steps: + workers"]["loss_change"] == 0 and workers["compile_sec"] == 2
-    assert rows["steps: + TF32"]["skipped"] == "no tensor cores" and rows["steps: + fused"]["skipped"] == "not run"
+    assert (
+        rows["steps: + TF32"]["without"] == "skipped: no tensor cores"
+        and rows["steps: + fused"]["without"] == "not run"
+    )
 
 
 def test_what_is_written(runs, tmp_path):
@@ -101,6 +106,45 @@ def test_runs_of_another_ladder_are_not_mixed(runs, tmp_path):
         Runs(tmp_path / "runs.jsonl", {"flags": ["--depth=3"]})
 
 
+def test_identical_commands_tell_what_noise_is(runs):
+    """Nothing that is measured less often than the baseline to itself; without any, nothing is said to be noise."""
+    by_key = {rung.key: rung for rung in RUNGS}
+    last, one, script = (
+        by_key[f"{key}"] for key in ("steps: + compile", "weak scaling: 1 rank", "model parallel: 1 rank")
+    )
+    before = ladder.noise(RUNGS, runs)
+    assert before == pytest.approx(math.log(11.5 / 11))
+    for rung, speed in ((last, 10), (one, 15), (script, 90)):  # the last is another script
+        runs.add(rung, 0, result(speed))
+    assert ladder.noise(RUNGS, runs) == pytest.approx(math.log(1.5))
+    assert ladder.noise([by_key["alone: bf16"]], runs) is None
+
+
+def test_what_failed_is_tried_again(runs, tmp_path):
+    fused = next(rung for rung in RUNGS if rung.key == "alone: fused")
+    runs.add(fused, 0, {"failed": "no memory"})
+    assert rows_of(runs)["alone: fused"]["without"] == "failed: no memory"
+    assert ("alone: fused", 0) not in Runs(tmp_path / "runs.jsonl", {"flags": []}).done
+
+
+@pytest.mark.parametrize(
+    "ranks, gpus, nodes, share",
+    [(1, 4, 2, "1 1 64"), (4, 4, 2, "1 4 16"), (8, 4, 2, "2 8 16"), (2, 0, 2, "2 2 64"), (8, 0, 2, "2 8 16")],
+)
+def test_inside_a_job_srun_starts_the_ranks(monkeypatch, ranks, gpus, nodes, share):
+    """Nodes are filled one after another, where there are GPUs, and each rank has its part of the cores."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": str(nodes), "SLURM_CPUS_ON_NODE": "64"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(ladder.shutil, "which", lambda name: "/usr/bin/srun")
+    monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: gpus)
+    command, env = ladder.launch(ladder.Rung("steps", "x", (), 8, ranks=ranks))
+    assert command[0] == "srun" and "--overlap" in command and command[-1] == "train.py"
+    values = [part.split("=")[1] for part in command if part.startswith(("--nodes", "--ntasks", "--cpus"))]
+    assert " ".join(values) == share and env["OMP_NUM_THREADS"] == share.split()[-1]
+
+
 def test_half_a_line_of_an_interrupted_ladder_is_forgotten(runs, tmp_path):
     whole = (tmp_path / "runs.jsonl").read_text()
     with (tmp_path / "runs.jsonl").open("a") as file:
@@ -122,7 +166,7 @@ def test_why_a_run_failed_in_one_line():
 
 def test_too_few_samples_are_a_reason_to_skip(tmp_path):
     found = ladder.run(RUNGS[0], [], 9, 2 * RUNGS[0].batch, tmp_path, 1)
-    assert found == {"skipped": "16 samples are less than 3 batches of 8"}
+    assert found == {"skipped": "16 samples are less than 5 batches of 8"}
 
 
 def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path):
@@ -136,7 +180,7 @@ def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path):
 @pytest.mark.slow
 def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, capsys):
     flags = [*tiny_flags(tiny)[:6], "--global_batch_size=4"]
-    argv = [*flags, "--rungs", "alone: fused", "DALI", "--iterations=3", "--repeats=1"]
+    argv = [*flags, "--rungs", "alone: fused", "DALI", "--iterations=5", "--repeats=1"]
     argv += ["--json", str(tmp_path / "out.json")]
     original, started = ladder.run, []
 
@@ -154,6 +198,6 @@ def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, caps
     lines = [json.loads(line) for line in (tmp_path / "out.runs.jsonl").read_text().splitlines()[1:]]
     keys = [line["rung"] for line in lines]
     assert keys[:2] == started == ["steps: baseline", "steps: the same again"] and len(set(keys)) == len(keys)
-    assert lines[0]["losses"] == lines[1]["losses"] and len(lines[0]["losses"]) == 6
+    assert lines[0]["losses"] == lines[1]["losses"] and len(lines[0]["losses"]) == 10
     assert not (tmp_path / "out.runs").exists()
     assert ">fused |" in capsys.readouterr().out

@@ -3,9 +3,11 @@
 python docs/example_logs/make.py
 """
 
+import contextlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -15,11 +17,14 @@ TRACED = ["--num_iters=13", "--profile=torch", "--profile_steps", "10", "2", "1"
 KEPT = ("out.log", "metrics.jsonl", "config.yaml", "report/report.json")
 
 
-def train(name: str, *flags: str) -> Path:
-    """Train `demo`, and return the run's folder."""
+@contextlib.contextmanager
+def trained(name: str, *flags: str) -> Iterator[Path]:
+    """Train `demo`, and give the run's folder, which goes afterwards."""
     command = [sys.executable, "train.py", "--config=demo", f"--run_num=example_{name}", "--checkpoint_every=None"]
     subprocess.run([*command, *flags], cwd=ROOT, check=True)
-    return ROOT / f"runs/demo/1GPU/example_{name}"
+    run = ROOT / f"runs/demo/1GPU/example_{name}"
+    yield run
+    shutil.rmtree(run)
 
 
 def copy(source: Path, target: Path) -> None:
@@ -29,17 +34,17 @@ def copy(source: Path, target: Path) -> None:
 
 def main() -> None:
     for name, flags in RUNS.items():
-        run = train(name, "--num_iters=324", "--report", "--plot_channels=vor_upper", *flags)
         shutil.rmtree(HERE / name, ignore_errors=True)
-        for path in KEPT:
-            copy(run / path, HERE / name / path)
-        (events,) = (run / "logs").iterdir()
-        copy(events, HERE / name / "logs/events.out.tfevents.0")  # its name had that of the machine
-    run = train("trace", *TRACED)
-    (trace,) = (run / "profile").glob("rank0.*.pt.trace.json.gz")
-    copy(trace, HERE / "trace/rank0.pt.trace.json.gz")
-    run = train("memory", "--num_iters=15", "--profile=torch")
-    copy(run / "profile/rank0_memory.png", ROOT / "docs/figures/memory.png")
+        with trained(name, "--num_iters=216", "--report", "--plot_channels=vor_upper", *flags) as run:
+            for path in KEPT:
+                copy(run / path, HERE / name / path)
+            (events,) = (run / "logs").iterdir()
+            copy(events, HERE / name / "logs/events.out.tfevents.0")  # its name had that of the machine
+    with trained("trace", *TRACED) as run:
+        (trace,) = (run / "profile").glob("rank0.*.pt.trace.json.gz")
+        copy(trace, HERE / "trace/rank0.pt.trace.json.gz")
+    with trained("memory", "--num_iters=15", "--profile=torch") as run:
+        copy(run / "profile/rank0_memory.png", ROOT / "docs/figures/memory.png")
 
 
 if __name__ == "__main__":

@@ -30,12 +30,15 @@ def find_browser() -> str | None:
 
 @contextlib.contextmanager
 def tensorboard(*arguments: str) -> Iterator[str]:
-    """Run TensorBoard, and give its address. Raises RuntimeError where it does not answer within a minute."""
+    """Run TensorBoard in the root of the clone, and give its address.
+
+    Raises RuntimeError where it does not answer within a minute.
+    """
     with socket.socket() as probe:
         probe.bind((HERE, 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "tensorboard.main", "--host", HERE, "--port", str(port), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address, end = f"http://{HERE}:{port}", time.monotonic() + 60
     try:
         while True:
@@ -50,19 +53,16 @@ def tensorboard(*arguments: str) -> Iterator[str]:
         process.wait()
 
 
-def look(browser: str, address: str, *, picture: Path | None = None, seconds: int = 20, size: str = "1400,900") -> str:
-    """Open a page, wait for what it loads, take a picture if asked, and return the page's document."""
+def look(browser: str, address: str, picture: Path | None = None, seconds: int = 20) -> str:
+    """Open a page, wait for what it loads, and take a picture of it, or return its document."""
     with tempfile.TemporaryDirectory() as profile:
         command = [
             browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-            f"--user-data-dir={profile}", f"--window-size={size}", f"--virtual-time-budget={1000 * seconds}",
+            f"--user-data-dir={profile}", "--window-size=1400,900", f"--virtual-time-budget={1000 * seconds}",
         ]  # fmt: skip
+        command += [f"--screenshot={picture}" if picture else "--dump-dom", address]
         env = os.environ | {"HOME": profile}
-        if picture:
-            shoot = [*command, f"--screenshot={picture}", address]
-            subprocess.run(shoot, env=env, check=True, capture_output=True, timeout=180)
-        found = subprocess.run([*command, "--dump-dom", address], env=env, check=True, capture_output=True, timeout=180)
-    return found.stdout.decode()
+        return subprocess.run(command, env=env, check=True, capture_output=True, timeout=180, text=True).stdout
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
     if browser is None:
         sys.exit("tensorboard.py: error: no Chromium or Chrome here: apt-get install chromium")
     figures = ROOT / "docs/figures"
-    with tensorboard("--logdir_spec", f"mine:{ROOT}/runs,example:{ROOT}/docs/example_logs") as address:
+    with tensorboard("--logdir_spec", "mine:runs,example:docs/example_logs") as address:
         look(browser, f"{address}/#scalars&tagFilter={TAGS}", picture=figures / "tensorboard_scalars.png")
         look(browser, f"{address}/#images", picture=figures / "tensorboard_images.png")
 

@@ -63,7 +63,7 @@ def summary_table(layers: list[Layer]) -> Iterator[str]:
     for layer in layers:
         if ".0" not in layer.name and any(part.isdigit() for part in layer.name.split(".")[:-1]):
             continue  # inside a block that is not the first
-        if not layer.parameters:
+        if not layer.parameters or layer.shape is None:  # a list of blocks does nothing itself
             continue
-        shape = " x ".join(map(str, layer.shape)) if layer.shape else ""
+        shape = " x ".join(map(str, layer.shape))
         yield f"  {layer.name:28} {layer.kind:22} {shape:>20} {layer.parameters:12,} {layer.flops / 1e9:9.3f}"

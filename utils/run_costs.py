@@ -176,12 +176,10 @@ class RunCosts:
         yield "Memory when a step needs most, GiB:"
         for part, size in sorted(parts.items(), key=lambda item: -item[1]):
             yield f"  {part:13} {size / 2**30:9.3f}"
-        whole, name = (
-            peak_memory_gb(self.device),
-            "of the allocator" if self.device.type == "cuda" else "of the process",
-        )
+        on_gpu, whole = self.device.type == "cuda", peak_memory_gb(self.device)
+        name = "of the allocator" if on_gpu else "of the process with its libraries"
         yield f"  {'sum':13} {sum(parts.values()) / 2**30:9.3f}   (peak {name} so far: {whole:.3f})"
-        if self.device.type == "cuda":
+        if on_gpu:
             yield f"  {'cached':13} {cached_gb(self.device):9.3f}   (held by the allocator beyond the tensors, now)"
 
     def _operator_table(self) -> Iterator[str]:

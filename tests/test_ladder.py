@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import ladder, ladder_report
 from benchmarks.call import call, reason
-from benchmarks.ladder import Runs, all_rungs, chosen, evaluate
+from benchmarks.ladder_runs import Runs, evaluate, noise
+from benchmarks.rungs import Rung, all_rungs, chosen
 from tests.helpers import tiny_flags
 
 RUNGS = all_rungs(4, 8)
@@ -112,12 +113,12 @@ def test_identical_commands_tell_what_noise_is(runs):
     last, one, script = (
         by_key[f"{key}"] for key in ("steps: + compile", "weak scaling: 1 rank", "model parallel: 1 rank")
     )
-    before = ladder.noise(RUNGS, runs)
+    before = noise(RUNGS, runs)
     assert before == pytest.approx(math.log(11.5 / 11))
     for rung, speed in ((last, 10), (one, 15), (script, 90)):  # the last is another script
         runs.add(rung, 0, result(speed))
-    assert ladder.noise(RUNGS, runs) == pytest.approx(math.log(1.5))
-    assert ladder.noise([by_key["alone: bf16"]], runs) is None
+    assert noise(RUNGS, runs) == pytest.approx(math.log(1.5))
+    assert noise([by_key["alone: bf16"]], runs) is None
 
 
 def test_what_failed_is_tried_again(runs, tmp_path):
@@ -139,7 +140,7 @@ def test_inside_a_job_srun_starts_the_ranks(monkeypatch, ranks, gpus, nodes, sha
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(ladder.shutil, "which", lambda name: "/usr/bin/srun")
     monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: gpus)
-    command, env = ladder.launch(ladder.Rung("steps", "x", (), 8, ranks=ranks))
+    command, env = ladder.launch(Rung("steps", "x", (), 8, ranks=ranks))
     assert command[0] == "srun" and "--overlap" in command and command[-1] == "train.py"
     values = [part.split("=")[1] for part in command if part.startswith(("--nodes", "--ntasks", "--cpus"))]
     assert " ".join(values) == share and env["OMP_NUM_THREADS"] == share.split()[-1]

@@ -1,0 +1,154 @@
+"""The rungs of benchmarks/ladder.py: what it runs, and what each is compared with."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A run, and the one below it: what it is compared with.
+
+    Args:
+        table: where it stands in the report.
+        flags: on top of the configuration's.
+        batch: samples of a step, over all ranks.
+        needs: of the machine, a key of MISSING.
+    """
+
+    table: str
+    name: str
+    flags: tuple[str, ...]
+    batch: int
+    below: str | None = None
+    script: str = "train.py"
+    ranks: int = 1
+    needs: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.table}: {self.name}"
+
+
+# The baseline has none of what the rungs switch on.
+PLAIN = (
+    "--num_data_workers=0", "--read_depth=None", "--data_loader_config=pytorch", "--no_tf32", "--amp_mode=none",
+    "--no_enable_fused", "--no_enable_jit", "--attention=math", "--activation_checkpoint=none", "--mlp_chunks=1",
+    "--accumulation_steps=1",
+)  # fmt: skip
+WORKERS = ("--num_data_workers=4",)
+STEPS = {  # in the order of the tutorial
+    "workers": WORKERS,
+    "prefetch": (*WORKERS, "--read_depth=16"),
+    "TF32": ("--tf32",),
+    "attention": ("--attention=auto",),
+    "fused": ("--enable_fused",),
+    "bf16": ("--amp_mode=bf16",),
+    "compile": ("--enable_jit",),
+}
+ALONE = {
+    **STEPS,
+    "DALI": (*WORKERS, "--data_loader_config=dali"),
+    "fp16": ("--amp_mode=fp16",),
+    "checkpoint blocks": ("--activation_checkpoint=block",),
+    "checkpoint MLPs": ("--activation_checkpoint=mlp",),
+    "chunks": ("--mlp_chunks=4",),
+}
+NEEDS = {"TF32": "TF32", "fp16": "fp16"}
+DATA_PARALLEL = "benchmarks/data_parallel.py"
+GRAPHS = ("--graph_warmup=4",)
+MISSING = {
+    "a GPU": "no GPU here",
+    "2 GPUs": "needs two GPUs or more",
+    "TF32": "needs an NVIDIA GPU with tensor cores (Ampere or later)",
+    "fp16": "a CPU only imitates fp16, many times slower",
+}
+
+
+def lacks(needs: str | None, ranks: int = 1) -> str | None:
+    """Return what the machine has not, in words; None where it has it."""
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < ranks and "SLURM_JOB_ID" not in os.environ:
+        return f"needs {ranks} GPUs, and here are {gpus}"
+    has_tf32 = gpus > 0 and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
+    there = {None: True, "a GPU": gpus > 0, "2 GPUs": gpus > 1, "TF32": has_tf32, "fp16": gpus > 0}
+    return None if there[needs] else MISSING[needs]
+
+
+def all_rungs(nproc: int, batch: int) -> list[Rung]:
+    """Return all rungs, each after the one below it; `batch` is that of a step on one rank."""
+    rungs = [Rung("steps", "baseline", PLAIN, batch), Rung("steps", "the same again", PLAIN, batch, "steps: baseline")]
+    flags, below = PLAIN, "steps: baseline"
+    for name, more in STEPS.items():
+        flags = (*flags, *more)
+        rungs.append(Rung("steps", f"+ {name}", flags, batch, below, needs=NEEDS.get(name)))
+        below = rungs[-1].key
+    rungs.append(Rung("steps", "+ graphs", (*flags, *GRAPHS), batch, below, "train_mp_graphs.py", needs="a GPU"))
+    for name, more in ALONE.items():
+        rungs.append(Rung("alone", name, (*PLAIN, *more), batch, "steps: baseline", needs=NEEDS.get(name)))
+    if nproc == 1:
+        return rungs
+
+    counts = [2**i for i in range(nproc.bit_length()) if 2**i < nproc] + [nproc]
+    for table, grows in (("weak scaling", True), ("strong scaling", False)):
+        for n in counts:
+            first = f"{table}: 1 rank" if n > 1 else None
+            name = "1 rank" if n == 1 else f"{n} ranks"
+            rungs.append(Rung(table, name, flags, batch * n if grows else batch, first, ranks=n))
+    ddp = f"weak scaling: {nproc} ranks"
+    for name, more in {
+        "one bucket": ("--bucket_cap_mb=1048576",),  # gradients leave when the backward pass is over
+        "buckets of 1 MiB": ("--bucket_cap_mb=1",),
+        "no broadcast of buffers": ("--disable_broadcast_buffers",),
+        "no gradients sent": ("--noddp",),
+    }.items():
+        rungs.append(Rung("data parallel", name, (*flags, *more), batch * nproc, ddp, ranks=nproc))
+    # DataParallel copies the model in each step, which cannot be compiled, and its threads know no bf16.
+    plain = (*flags, "--no_enable_jit", "--amp_mode=none")
+    rungs.append(Rung("data parallel", "not compiled", plain, batch * nproc, ddp, ranks=nproc, needs="2 GPUs"))
+    script, below = DATA_PARALLEL, rungs[-1].key
+    rungs.append(Rung("data parallel", "DataParallel", plain, batch * nproc, below, script, needs="2 GPUs"))
+
+    tp, cp = f"--tensor_parallel={nproc}", f"--context_parallel={nproc}"
+    grids = {
+        "1 rank": (),
+        f"tp {nproc}": (tp,),
+        f"tp {nproc}, no sequence parallelism": (tp, "--no_sequence_parallel"),
+        f"cp {nproc}": (cp,),
+        f"cp {nproc}, Ulysses": (cp, "--cp_attention=ulysses"),
+    }
+    if nproc % 4 == 0:
+        both = ("--tensor_parallel=2", f"--context_parallel={nproc // 2}")
+        grids |= {
+            f"tp 2 x cp {nproc // 2}, {order}": (*both, f"--parallel_order={order}")
+            for order in ("tp-cp-dp", "cp-tp-dp")
+        }
+    for name, more in grids.items():
+        one = "model parallel: 1 rank" if more else None
+        ranks = nproc if more else 1
+        rungs.append(Rung("model parallel", name, (*flags, *more), batch, one, "train_mp.py", ranks))
+    return rungs
+
+
+def chosen(rungs: list[Rung], names: list[str] | None) -> list[Rung]:
+    """Return the baseline, the rungs that have one of the names in theirs, and those that they are compared with.
+
+    Raises ValueError for a name that no rung has.
+    """
+    if names is None:
+        return rungs
+    for name in names:
+        if not any(name.lower() in rung.key.lower() for rung in rungs):
+            raise ValueError(f"no rung is called {name!r}: take words of {', '.join(rung.key for rung in rungs)}")
+    by_key = {rung.key: rung for rung in rungs}
+    keep = {rung.key for rung in rungs[:2]}  # the baseline, and its noise
+    for rung in rungs:
+        if any(name.lower() in rung.key.lower() for name in names):
+            keep.add(rung.key)
+            while rung.below:  # down to one that this machine can do
+                rung = by_key[rung.below]
+                keep.add(rung.key)
+                if not lacks(rung.needs, rung.ranks):
+                    break
+    return [rung for rung in rungs if rung.key in keep]

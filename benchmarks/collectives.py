@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=4 benchmarks/collectives.py --config=demo --tensor_parallel=2
 
-Rank 0 prints JSON: for each group and collective `ranks`, and `gb_per_sec`, what each of them sends.
+Rank 0 prints JSON. groups: for each group and collective `ranks`, and `gb_per_sec`, what each of them sends. cores:
+those that each rank may use.
 """
 
 import json
@@ -24,6 +25,7 @@ from utils.config_reader import load_config
 from utils.launch import World, all_ranks_agree, start
 from utils.profiling import synchronize
 from utils.setup import prepare
+from utils.system_watch import cores_in_reach
 
 ROUNDS = 10
 
@@ -62,8 +64,10 @@ def main(world: World, argv: list[str]) -> None:
         found[f"{axes} all_reduce"] = {"ranks": ranks, "gb_per_sec": 2 * sent / took / 1e9}
         took = seconds(partial(all_gather_single, whole, part, group=group), group, device)
         found[f"{axes} all_gather"] = {"ranks": ranks, "gb_per_sec": sent / took / 1e9}
+    cores: list[list[int]] = [[]] * world.size
+    dist.all_gather_object(cores, sorted(cores_in_reach()))
     if world.rank == 0:
-        print(json.dumps(found))
+        print(json.dumps({"groups": found, "cores": cores}))
 
 
 if __name__ == "__main__":

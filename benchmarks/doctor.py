@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -151,8 +151,13 @@ def communication(flags: list[str], nproc: int, gradients: int, step: float) -> 
     """
     if nproc == 1:
         return
-    found = measure_collectives(flags, nproc)
-    without = measure_collectives(flags, nproc, NCCL_P2P_DISABLE="1") if torch.cuda.device_count() > 1 else {}
+    measured = measure_collectives(flags, nproc)
+    found, cores, without = measured["groups"], measured["cores"], {}
+    if torch.cuda.device_count() > 1:
+        without = measure_collectives(flags, nproc, NCCL_P2P_DISABLE="1")["groups"]
+    together = set().union(*cores)
+    own = len(together) == sum(map(len, cores))
+    yield Line(f"ranks {'have cores of their own' if own else 'share their cores'}: {len(together)} for {nproc}")
     for name, measured in found.items():
         speed = measured["gb_per_sec"]
         told = f"{name} of {measured['ranks']} ranks: each sends {speed:.2f} GB/s"
@@ -167,8 +172,8 @@ def communication(flags: list[str], nproc: int, gradients: int, step: float) -> 
         yield Line(told, remedy if seconds > step / 2 else None)
 
 
-def measure_collectives(flags: list[str], nproc: int, **env: str) -> dict[str, dict[str, float]]:
-    """Return for each group and collective what ranks of this node reach."""
+def measure_collectives(flags: list[str], nproc: int, **env: str) -> dict[str, Any]:
+    """Return what ranks of this node reach: the JSON of collectives.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     threads = str(max(len(os.sched_getaffinity(0)) // nproc, 1))
     try:
@@ -195,7 +200,11 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
         for path in data.train_files.paths:
             drop_cache(path)
         speeds[depth] = read_speed(reader, depth)
-    told = ", ".join(f"{speed:.1f} samples/s with {depth} read(s) at once" for depth, speed in speeds.items())
+    size = sum(frames[0].nbytes for frames in reader.ring.frames[0]) / 1e9  # GB of a sample
+    told = ", ".join(
+        f"{speed:.1f} samples/s ({size * speed:.2f} GB/s) with {depth} read(s) at once"
+        for depth, speed in speeds.items()
+    )
     told = f"{folder} gives {told}; this node computes about {needed:.1f}"
     depth = data.train_loader.depth or 1
     best = max(speeds, key=speeds.get)
@@ -250,7 +259,7 @@ def values(data: WeatherData) -> Iterator[Line]:
 def memory(config: Config, dp: int, found: dict) -> Iterator[Line]:
     """Compare the memory that a rank of this section needs with what there is."""
     parts = {"weights": 4 * found["parameters"], "optimiser": found["after_forward"]["Optstate"]}
-    parts["activations"] = found["after_forward"]["Activation"]
+    parts |= {"gradients": parts["weights"], "activations": found["after_forward"]["Activation"]}
     told = f"a rank needs {found['peak'] / 2**30:.2f} GiB for tensors: "
     told += ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     if torch.cuda.is_available():

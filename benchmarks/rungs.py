@@ -54,12 +54,16 @@ ALONE = {
     "checkpoint blocks": ("--activation_checkpoint=block",),
     "checkpoint MLPs": ("--activation_checkpoint=mlp",),
     "chunks": ("--mlp_chunks=4",),
+    "two passes": ("--accumulation_steps=2",),
 }
 NEEDS = {"TF32": "TF32", "fp16": "fp16"}
 DATA_PARALLEL = "benchmarks/data_parallel.py"
 GRAPHS = ("--graph_warmup=4",)
+AGAIN = "steps: the same again"
 MISSING = {
     "a GPU": "no GPU here",
+    "more ranks": "needs --nproc 2 or more",
+    "4 ranks": "needs --nproc 4, or 8, 12, ...",
     "2 GPUs": "needs two GPUs or more",
     "TF32": "needs an NVIDIA GPU with tensor cores (Ampere or later)",
     "fp16": "a CPU only imitates fp16, many times slower",
@@ -73,12 +77,12 @@ def lacks(needs: str | None, ranks: int = 1) -> str | None:
         return f"needs {ranks} GPUs, and here are {gpus}"
     has_tf32 = gpus > 0 and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
     there = {None: True, "a GPU": gpus > 0, "2 GPUs": gpus > 1, "TF32": has_tf32, "fp16": gpus > 0}
-    return None if there[needs] else MISSING[needs]
+    return None if there.get(needs) else MISSING[needs]
 
 
 def all_rungs(nproc: int, batch: int) -> list[Rung]:
     """Return all rungs, each after the one below it; `batch` is that of a step on one rank."""
-    rungs = [Rung("steps", "baseline", PLAIN, batch), Rung("steps", "the same again", PLAIN, batch, "steps: baseline")]
+    rungs = [Rung("steps", "baseline", PLAIN, batch), Rung(*AGAIN.split(": "), PLAIN, batch, "steps: baseline")]
     flags, below = PLAIN, "steps: baseline"
     for name, more in STEPS.items():
         flags = (*flags, *more)
@@ -87,8 +91,10 @@ def all_rungs(nproc: int, batch: int) -> list[Rung]:
     rungs.append(Rung("steps", "+ graphs", (*flags, *GRAPHS), batch, below, "train_mp_graphs.py", needs="a GPU"))
     for name, more in ALONE.items():
         rungs.append(Rung("alone", name, (*PLAIN, *more), batch, "steps: baseline", needs=NEEDS.get(name)))
+    graphs = Rung("alone", "graphs", (*PLAIN, *GRAPHS), batch, "steps: baseline", "train_mp_graphs.py", needs="a GPU")
+    rungs += [graphs, Rung("alone", "twice the batch", PLAIN, 2 * batch, "steps: baseline")]
     if nproc == 1:
-        return rungs
+        return [*rungs, Rung("weak scaling", "2 ranks", flags, 2 * batch, ranks=2, needs="more ranks")]
 
     counts = [2**i for i in range(nproc.bit_length()) if 2**i < nproc] + [nproc]
     for table, grows in (("weak scaling", True), ("strong scaling", False)):
@@ -118,16 +124,14 @@ def all_rungs(nproc: int, batch: int) -> list[Rung]:
         f"cp {nproc}": (cp,),
         f"cp {nproc}, Ulysses": (cp, "--cp_attention=ulysses"),
     }
-    if nproc % 4 == 0:
-        both = ("--tensor_parallel=2", f"--context_parallel={nproc // 2}")
-        grids |= {
-            f"tp 2 x cp {nproc // 2}, {order}": (*both, f"--parallel_order={order}")
-            for order in ("tp-cp-dp", "cp-tp-dp")
-        }
-    for name, more in grids.items():
+    both = ("--tensor_parallel=2", f"--context_parallel={nproc // 2}")
+    orders = {
+        f"tp 2 x cp {nproc // 2}, {order}": (*both, f"--parallel_order={order}") for order in ("tp-cp-dp", "cp-tp-dp")
+    }
+    for name, more in (grids | orders).items():
         one = "model parallel: 1 rank" if more else None
-        ranks = nproc if more else 1
-        rungs.append(Rung("model parallel", name, (*flags, *more), batch, one, "train_mp.py", ranks))
+        ranks, needs = nproc if more else 1, "4 ranks" if name in orders and nproc % 4 else None
+        rungs.append(Rung("model parallel", name, (*flags, *more), batch, one, "train_mp.py", ranks, needs))
     return rungs
 
 
@@ -142,7 +146,7 @@ def chosen(rungs: list[Rung], names: list[str] | None) -> list[Rung]:
         if not any(name.lower() in rung.key.lower() for rung in rungs):
             raise ValueError(f"no rung is called {name!r}: take words of {', '.join(rung.key for rung in rungs)}")
     by_key = {rung.key: rung for rung in rungs}
-    keep = {rung.key for rung in rungs[:2]}  # the baseline, and its noise
+    keep = {"steps: baseline", AGAIN}  # which tell what noise is
     for rung in rungs:
         if any(name.lower() in rung.key.lower() for name in names):
             keep.add(rung.key)

@@ -2,6 +2,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
+import sqlite3  # noqa: E402, F401  (before eccodes, which brings an old library of that name: MLflow refuses it)
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 

@@ -34,7 +34,7 @@ MUTATIONS = [
     ("utils/step_profile", 'block.part == "temporary" and ', "", "costs -k without_a_word"),
     ("utils/step_profile", "            own[stack[-1]] -= call", "            0 - call", "costs -k is_its_own"),
     ("utils/step_profile", 'end - max(e["ts"], reached)', 'e["dur"]', "costs -k cover"),
-    ("utils/step_profile", '"c10d" in event["name"] or', "", "verdict -k copies_of or 'slow and copies and rank'"),
+    ("utils/step_profile", '"c10d" in event["name"] or', "", "verdict -k 'slow and copies and rank'"),
     ("utils/step_profile", "max(time - empty_call, 0)", "time", "verdict -k nothing"),
     ("utils/step_profile", 'startswith("aten::empty")', 'startswith("nothing")', "costs -k operators"),
     (
@@ -127,7 +127,6 @@ MUTATIONS = [
     ("benchmarks/doctor", "nproc * threads > len(mine)", "False", "doctor -k numa"),
     ("benchmarks/doctor", "abs(mean) > 1 or not 0.3 < std < 3", "False", "doctor -k do_not_fit"),
     ("utils/run", "clock.stop(self.observers.seconds - watched)", "clock.stop()", "observers -k no_training"),
-    ("utils/run", "                files.callback(self.lock.close)\n", "", "run_folder -k lock"),
 ]
 
 

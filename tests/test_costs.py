@@ -181,10 +181,20 @@ def test_the_files_of_a_report(tiny):
         assert row["valid_samples_per_sec"] > 0 and row["loader_samples_per_sec"] > row["samples_per_sec"]
     assert [row["epoch"] for row in report["system"]] == [1, 2, 3]
     assert all(row["cores"] > 0 and row["memory_gb"] > 0.1 for row in report["system"])
-    assert {row["part"] for row in report["memory"]} >= {"weights", "optimizer"}
+    memory = {row["part"]: row["bytes"] for row in report["memory"]}
+    rest = {memory.pop(part) for part in ("sum", "process")}
+    assert set(memory) >= {"weights", "optimizer"} and min(rest) == sum(memory.values()) < max(rest)
     assert json.loads((folder / "report/step_trace.json").read_text())["traceEvents"]
     log = (folder / "out.log").read_text()
-    for words in ("Model, for one sample", "Time of", "The machine", "Memory when", "Operators of one step", "Verdict"):
+    for words in (
+        "Model, for one sample",
+        "Speed, samples/s",
+        "Time of",
+        "The machine",
+        "Memory when",
+        "Operators of one step",
+        "Verdict",
+    ):
         assert log.count(words) == 1, words
 
 

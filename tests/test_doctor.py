@@ -38,7 +38,7 @@ def test_a_machine_from_end_to_end(tiny):
         "tp all_reduce of 2 ranks",
         "21 samples of 3 channels, 16 x 32",
         "a rank needs",
-        "samples/s with 16",
+        "GB/s) with 16",
         "is taken to reach",
     ):
         assert words in done.stdout, words
@@ -123,7 +123,7 @@ def test_memory_that_is_not_there(monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
     config = Config(global_batch_size=10**6 * 2).with_batches(10**6)
     (line,) = changes(memory(config, 10**6, found))
-    assert "a rank needs 20.00 GiB for tensors: weights 4.00, optimiser 8.00, activations 8.00" in line
+    assert "a rank needs 20.00 GiB for tensors: weights 4.00, optimiser 8.00, gradients 4.00, activations 8.00" in line
     assert line.endswith("try --tensor_parallel 2")
     found["after_forward"]["Activation"] = 16 * GIB
     (line,) = changes(memory(config, 10**6, found))
@@ -132,9 +132,10 @@ def test_memory_that_is_not_there(monkeypatch):
 
 
 def test_a_network_too_slow_for_the_gradients(monkeypatch):
-    found = {"dp-cp all_reduce": {"ranks": 4, "gb_per_sec": 1.5}}
+    found = {"groups": {"dp-cp all_reduce": {"ranks": 4, "gb_per_sec": 1.5}}, "cores": [[0, 1], [0, 1], [2], [3]]}
     monkeypatch.setattr(doctor, "measure_collectives", lambda *args, **env: found)
-    assert not changes(doctor.communication([], 4, 10**9, step=3.0))
+    lines = list(doctor.communication([], 4, 10**9, step=3.0))
+    assert not changes(lines) and str(lines[0]) == "good    ranks share their cores: 4 for 4"
     (line,) = changes(doctor.communication([], 4, 10**9, step=1.0))
     assert "gradients take 1000.0 ms to send, and a step computes about 1000.0 ms" in line
     assert list(doctor.communication([], 1, 10**9, step=1.0)) == []

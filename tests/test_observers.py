@@ -132,6 +132,20 @@ def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
     assert found["gpu_use"] == 0.5 and len(asked) == 1 and not {"joules", "sent_gb"} & set(found)
 
 
+def test_energy(tiny, monkeypatch):
+    """Watts over time are joules, and those of all ranks go over the samples."""
+    monkeypatch.setattr(system_watch, "GPU", {"gpu_watts": lambda device: 200.0})
+    monkeypatch.setattr(system_watch, "INTERVAL", 0.01)
+    watch = SystemWatch(torch.device("cuda"))
+    time.sleep(0.1)
+    found = watch.take()
+    watch.close()
+    assert found["joules"] == pytest.approx(200 * found["seconds"])
+    monkeypatch.setattr(SystemWatch, "take", lambda self: {"joules": 80.0})
+    folder = run_here(tiny_flags(tiny, "--report"))
+    assert [event["joules_per_sample"] for event in records(folder, "system")] == [5.0, 5.0]  # 2 steps of 8
+
+
 def test_readers_that_end_and_begin(monkeypatch):
     """A process counts with what it did since the last look; one that ends takes nothing away."""
     watch = SystemWatch(torch.device("cpu"))

@@ -1,5 +1,6 @@
 """TensorBoard, as a reader opens it: every curve over its own interface, and in a real browser."""
 
+import gzip
 import json
 import urllib.parse
 import urllib.request
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 
 from docs.figures.tensorboard import BROWSERS, find_browser, look, tensorboard
-from tests.helpers import losses, records, run_here, tiny_flags, write_data
+from tests.helpers import ROOT, losses, records, run_here, tiny_flags, write_data
 from tests.packages import install
 
 RUNS = {"tiny/1GPU/00/logs": [], "wide/1GPU/00/logs": ["--config", "wide"]}
 SCALARS = {
     "Loss/step", "Loss/train", "Loss/valid", "Learning Rate", "Gradient norm", "Avg iters per sec",
-    "Avg samples per sec", "MFU", "RMSE(ch0)/valid", "RMSE(ch1)/valid", "RMSE(ch2)/valid",
+    "Avg samples per sec", "MFU", "Speed/validation", "Speed/readers",
+    "Memory/weights [GiB]", "Memory/peak [GiB]", "RMSE(ch0)/valid", "RMSE(ch1)/valid", "RMSE(ch2)/valid",
     "ACC_timemean(ch0)/valid", "ACC_timemean(ch1)/valid", "ACC_timemean(ch2)/valid",
 }  # fmt: skip
 
@@ -70,6 +72,19 @@ def test_every_forecast_is_there(board, tmp_path):
             (tmp_path / "last.png").write_bytes(answer.read())
         shown, kept = (matplotlib.image.imread(path) for path in (tmp_path / "last.png", folder / "pictures/ch0.png"))
         np.testing.assert_array_equal(shown[..., :3], kept[..., :3])
+
+
+def test_the_examples_open_beside_a_readers_run(board):
+    _, runs = board
+    (mine, *_) = runs.values()
+    with tensorboard("--logdir_spec", f"mine:{mine},example:docs/example_logs", "--load_fast=false") as address:
+        tags = ask(address, "scalars/tags")
+        pictures = ask(address, "images/tags")
+    assert set(tags) == {"mine/logs", "example/float32/logs", "example/bf16/logs"}
+    assert {"Loss/train", "RMSE(vor_upper)/valid", "Time/forward [s]"} <= set(tags["example/bf16/logs"])
+    assert set(pictures["example/float32/logs"]) == {"Visualization, vor_upper"}
+    trace = json.loads(gzip.decompress((ROOT / "docs/example_logs/trace/rank0.pt.trace.json.gz").read_bytes()))
+    assert any(event.get("name") == "backward" for event in trace["traceEvents"])
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,20 @@ def test_a_span_ends_where_its_block_is_left_by_an_error(clock, monkeypatch):
     assert clock.parts == ["other"]
 
 
+def test_ranges_of_nsight_systems_have_the_same_names(monkeypatch):
+    """Each is closed, also where its block is left by an error."""
+    told = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("end"))
+    with pytest.raises(ZeroDivisionError), span("step 3"):
+        with span("data copy in 3"):
+            pass
+        with span("forward"):
+            raise ZeroDivisionError
+    assert told == ["step 3", "data copy in 3", "end", "forward", "end", "end"]
+
+
 def check_times(folder, epochs):
     """The times of a run that was to the end have these epochs, and add up."""
     events = records(folder, "time")

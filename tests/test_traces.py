@@ -1,5 +1,6 @@
 """Traces of `--profile torch`, in the tools that read them: TensorBoard's plugin, and Holistic Trace Analysis."""
 
+import gzip
 import json
 import time
 import urllib.parse
@@ -8,7 +9,7 @@ import urllib.request
 import pytest
 
 from docs.figures.tensorboard import tensorboard
-from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags
+from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags, write_data
 
 TRACED = ["--profile", "torch", "--profile_steps", "1", "1", "2", "--num_iters", "6"]
 
@@ -37,13 +38,28 @@ def test_tensorboards_plugin_reads_a_trace(tiny):
         assert calls["aten::addmm"] > 0 and calls["aten::sqrt"] > 0
 
 
-def test_holistic_trace_analysis_reads_the_traces_of_all_ranks(tiny):
-    """It compares ranks, and finds them by what the trace says of itself."""
-    analysis = pytest.importorskip("hta.trace_analysis", reason="needs pip install -r requirements-traces.txt")
-    argv = tiny_flags(tiny, *TRACED, "--profile_ranks", "all", "--checkpoint_every", "None")
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """The folder with the traces of two ranks."""
+    folder = write_data(tmp_path_factory.mktemp("traces"))
+    argv = tiny_flags(folder, *TRACED, "--profile_ranks", "all", "--checkpoint_every", "None")
     results = run_ranks(2, [str(ROOT / "train.py"), *argv])
     assert [done.returncode for done in results] == [0, 0], results[0].stderr
-    found = analysis.TraceAnalysis(trace_dir=str(run_folder(argv, "2GPU") / "profile"))
+    return run_folder(argv, "2GPU") / "profile"
+
+
+def test_each_rank_writes_its_own(traces):
+    for rank in (0, 1):
+        (path,) = traces.glob(f"rank{rank}.*.pt.trace.json.gz")
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        assert trace["distributedInfo"]["rank"] == rank and trace["distributedInfo"]["world_size"] == 2
+        assert any("allreduce" in event["name"] for event in trace["traceEvents"])
+        assert (traces / f"rank{rank}_memory.csv").stat().st_size > 100
+
+
+def test_holistic_trace_analysis_compares_the_ranks(traces):
+    analysis = pytest.importorskip("hta.trace_analysis", reason="needs pip install -r requirements-traces.txt")
+    found = analysis.TraceAnalysis(trace_dir=str(traces))
     assert sorted(found.t.get_all_traces()) == [0, 1]
     for rank, trace in found.t.get_all_traces().items():
         names = set(found.t.symbol_table.get_sym_table()[i] for i in trace["name"].unique())

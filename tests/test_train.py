@@ -176,7 +176,8 @@ def test_dropout_is_on_in_training_and_off_in_validation(tiny, monkeypatch):
 
     class Watched(train.ViT):
         def forward(self, x):
-            modes.append((self.training, torch.is_grad_enabled()))
+            if not x.is_meta:  # as the summary of the model passes it
+                modes.append((self.training, torch.is_grad_enabled()))
             return super().forward(x)
 
     monkeypatch.setattr(train, "ViT", Watched)
@@ -409,7 +410,7 @@ def run_of_one(folder, *flags):
         data = train.WeatherData(config, device)
         model = train.build_model(config, data)
         optimizer, scaler = train.build_optimizer(model, config), train.build_scaler(config, device)
-        run = train.Run(config, World(), device, data, flops=1)
+        run = train.Run(config, World(), device, data, train.build_model)
         run.begin(train.TrainingState(model, optimizer, scaler), [])
         yield run
         run.__exit__(KeyboardInterrupt, None, None)

@@ -27,6 +27,15 @@ HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
         ("slow rank", 2, "train.py", LIGHT, SLOWEST, "rank 1"),
         ("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),
         ("slow collectives", 2, "train_mp.py", [*LIGHT, "--tensor_parallel=2"], "communicating", "--tensor_parallel"),
+        (
+            "slow all-reduce",
+            2,
+            "train_mp.py",
+            [*LIGHT, "--tensor_parallel=2", "--no_sequence_parallel"],
+            "communicating",
+            "a smaller",
+        ),
+        ("slow gradients", 2, "train.py", LIGHT, "communicating", "--accumulation_steps"),
         # Where rank 0 waits nothing but the profile can see.
         ("slow copies of rank 1", 2, "train_mp.py", [*LIGHT, *COMPILED], SLOWEST, "'data copy'"),
     ],

@@ -6,6 +6,9 @@ import os
 import sys
 import time
 
+import torch
+import torch.distributed as dist
+
 import train
 from distributed import mappings
 from utils.frame_reader import FrameReader
@@ -27,6 +30,17 @@ def slowed(owner, name, seconds=0.03):
     setattr(owner, name, slow)
 
 
+def reduce_slowly(_: None, bucket: dist.GradBucket) -> torch.futures.Future:
+    """DDP's own mean of a bucket, and some time."""
+    mean = bucket.buffer().div_(dist.get_world_size())
+
+    def late(future: torch.futures.Future) -> torch.Tensor:
+        time.sleep(0.1)
+        return future.value()[0]
+
+    return dist.all_reduce(mean, async_op=True).get_future().then(late)
+
+
 case, script, *argv = sys.argv[1:]
 is_last = os.environ["RANK"] == "1"
 if case == "slow disk" or (case == "slow disk of rank 1" and is_last):
@@ -37,6 +51,17 @@ elif case == "slow copies of rank 1" and is_last:
     slowed(WeatherData, "to_device", 0.15)
 elif case == "slow rank" and is_last:
     slowed(train, "learning_rate")
+elif case == "slow all-reduce":
+    slowed(dist, "all_reduce", 0.01)
+elif case == "slow gradients":
+    original = train.data_parallel
+
+    def data_parallel(*args):
+        model = original(*args)
+        model.register_comm_hook(None, reduce_slowly)
+        return model
+
+    train.data_parallel = data_parallel
 elif case == "no profile of rank 0" and not is_last:
     del StepProfiler.start
 elif case == "slow collectives":

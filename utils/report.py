@@ -150,6 +150,9 @@ class Report:
         logging.info("  Avg val loss={}".format(scores["loss"]))
         logging.info("  Total validation time: {} sec".format(seconds))
         curves = {"Loss/train": summary["train_loss"], "Loss/valid": scores["loss"]}
+        curves |= {f"Memory/{part} [GiB]": size for part, size in summary["memory_gb"].items()}
+        speeds = {"Speed/validation": "valid_samples_per_sec", "Speed/readers": "loader_samples_per_sec"}
+        curves |= {name: summary[key] for name, key in speeds.items() if summary[key]}
         for name, rmse, acc in zip(names, scores["rmse"], scores["acc"]):
             curves |= {f"RMSE({name})/valid": rmse, f"ACC_timemean({name})/valid": acc}
         self.curves.scalars(curves | ({"MFU": self.last["mfu"]} if self.last["mfu"] else {}), at)

@@ -122,6 +122,7 @@ class RunCosts:
         """Yield all tables of the run, and the verdict. On rank 0."""
         yield f"Model, for one sample on one device ({self.world.size} rank(s) share the work):"
         yield from summary_table(self.layers)
+        yield from self._speed_table()
         yield from self.time.table()
         yield from self._system_table()
         if self.step:
@@ -146,6 +147,29 @@ class RunCosts:
             mfu=self.report.last.get("mfu"),
         )
         return verdict(measured, config)
+
+    def _speed_table(self) -> Iterator[str]:
+        yield "Speed, samples/s over all ranks:"
+        yield f"  {'epoch':>7} {'training':>10} {'validation':>11} {'readers':>10}"
+        for row in self._speeds():
+            told = ("" if row[name] is None else f"{row[name]:.1f}" for name in list(row)[2:5])
+            yield "  {:7} {:>10} {:>11} {:>10}".format(row["epoch"], *told)
+
+    def _speeds(self) -> list[dict[str, Any]]:
+        """Return the speeds of all epochs of the run, those of earlier processes, too."""
+        names = ("epoch", "iteration", "samples_per_sec", "valid_samples_per_sec", "loader_samples_per_sec", "mfu")
+        events = read_events(self.folder.parent / "metrics.jsonl")
+        return [{name: event.get(name) for name in names} for event in events if event["event"] == "epoch"]
+
+    def _memory(self) -> dict[str, int]:
+        """Return the bytes of each part when a step needs most, their sum, and what to compare it with."""
+        parts = parts_at_peak(self.step.blocks)
+        parts["sum"] = sum(parts.values())
+        if self.device.type == "cuda":
+            parts |= {"allocator": self.step.peak, "cached": round(cached_gb(self.device) * 2**30)}
+        else:
+            parts["process"] = round(peak_memory_gb(self.device) * 2**30)
+        return parts
 
     def _system_table(self) -> Iterator[str]:
         names = {
@@ -172,15 +196,14 @@ class RunCosts:
             yield "  The GPU does not tell its use; where nvidia-ml-py (on AMD amdsmi) is missing, pip install it"
 
     def _memory_table(self) -> Iterator[str]:
-        parts = parts_at_peak(self.step.blocks)
+        meanings = {
+            "allocator": "its peak in the same step",
+            "cached": "held by the allocator beyond the tensors, now",
+            "process": "peak so far, libraries included",
+        }
         yield "Memory when a step needs most, GiB:"
-        for part, size in sorted(parts.items(), key=lambda item: -item[1]):
-            yield f"  {part:13} {size / 2**30:9.3f}"
-        on_gpu, whole = self.device.type == "cuda", peak_memory_gb(self.device)
-        name = "of the allocator" if on_gpu else "of the process with its libraries"
-        yield f"  {'sum':13} {sum(parts.values()) / 2**30:9.3f}   (peak {name} so far: {whole:.3f})"
-        if on_gpu:
-            yield f"  {'cached':13} {cached_gb(self.device):9.3f}   (held by the allocator beyond the tensors, now)"
+        for part, size in self._memory().items():
+            yield f"  {part:13} {size / 2**30:9.3f}  {meanings.get(part, '')}".rstrip()
 
     def _operator_table(self) -> Iterator[str]:
         step = self.step
@@ -194,19 +217,14 @@ class RunCosts:
     def write(self) -> None:
         """Write all tables. Raises OSError where the disk does not take them."""
         folder, events = self.folder, read_events(self.folder.parent / "metrics.jsonl")
-        speeds = [event for event in events if event["event"] == "epoch"]
-        names = ("epoch", "iteration", "samples_per_sec", "valid_samples_per_sec", "loader_samples_per_sec", "mfu")
         tables = {
-            "speed": [{name: event.get(name) for name in names} for event in speeds],
+            "speed": self._speeds(),
             "time": [row for event in events if event["event"] == "time" for row in time_rows(event)],
             "system": [event for event in events if event["event"] == "system"],
             "model": [vars(layer) for layer in self.layers],
         }
         if step := self.step:
-            parts = parts_at_peak(step.blocks)
-            if self.device.type == "cuda":
-                parts["cached"] = round(cached_gb(self.device) * 2**30)
-            tables["memory"] = [{"part": part, "bytes": size} for part, size in parts.items()]
+            tables["memory"] = [{"part": part, "bytes": size} for part, size in self._memory().items()]
             tables["operators"] = [
                 {
                     "operator": name,

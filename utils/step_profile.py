@@ -40,6 +40,7 @@ class StepProfile:
         waiting: seconds in which operators waited for other ranks, but those in a `communication` span; on a GPU
             seconds in which no kernels ran but those that communicate, in a span or not.
         is_recorded: whether CUDA graphs were replayed.
+        peak: on a GPU the most bytes that its allocator gave out.
         blocks: all that was in memory.
     """
 
@@ -49,6 +50,7 @@ class StepProfile:
     working: float | None
     waiting: float
     is_recorded: bool
+    peak: int
     blocks: "list[Block]"
 
 
@@ -153,6 +155,7 @@ def read_trace(events: list[Event], device_type: str, before: Storages) -> StepP
         allocated=allocations([e for e, _ in own], moments),
         working=working,
         waiting=waiting,
+        peak=max((e["args"]["Total Allocated"] for e in moments), default=0),
         is_recorded=any(e["name"] in GRAPH_LAUNCHES for e in spans),
         blocks=memory_blocks(moments, annotations, before),
     )
@@ -271,8 +274,9 @@ def timeline(blocks: list[Block]) -> tuple[list[float], dict[str, list[int]]]:
 
 
 def parts_at_peak(blocks: list[Block]) -> dict[str, int]:
-    """Return the bytes of each part at the moment when all of them are most."""
+    """Return the bytes of each part at the moment when all of them are most, the largest first."""
     moments, parts = timeline(blocks)
     totals = [sum(sizes) for sizes in zip(*parts.values())]
     peak = totals.index(max(totals))
-    return {part: sizes[peak] for part, sizes in parts.items() if sizes[peak]}
+    found = {part: sizes[peak] for part, sizes in parts.items() if sizes[peak]}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -58,7 +58,7 @@ MUTATIONS = [
     ("run", 'info["epoch_losses"], info["skipped"]', '[], info["skipped"]', KILLED),
     ("run", 'if info["train_samples"] != len(self.data.train_pairs):', "if False:", "checkpoint -k other_data"),
     ("run", 'self.state.scaler.load_state_dict(info["scaler"])', "pass", "checkpoint -k scale"),
-    ("run", "                if self.checkpointer is not None:\n                    self._stop_if_asked()", "", VALIDATION),
+    ("run", "if self.checkpointer is not None:\n                    self._stop_if_asked()", "pass", VALIDATION),
     ("run", "            raise Ended(NOT_SAVED)", "            pass", "interruptions -k unwritable"),
     ("run", "checkpoint.set_aside(path for", "list(path for", "checkpoint -k older"),
     ("nonfinite", "if was_skipped and self.skipped <= SKIPS_ALLOWED:", "if was_skipped:", "guards -k nothing_else"),

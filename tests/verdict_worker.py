@@ -30,7 +30,7 @@ def slowed(owner, name, seconds=0.03):
     setattr(owner, name, slow)
 
 
-def reduce_slowly(_: None, bucket: dist.GradBucket) -> torch.futures.Future:
+def reduce_slowly(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's own mean of a bucket, and some time."""
     mean = bucket.buffer().div_(dist.get_world_size())
 

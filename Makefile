@@ -103,9 +103,9 @@ faults: $(TOOLS)
 soak: $(TOOLS)
 	$(PYTHON) tests/soak.py
 
-# Jobs that reach their time limit, on a Slurm of one node: about 6 minutes.
+# Jobs that reach their time limit, and the ladder in a job, on a Slurm of one node: about 7 minutes.
 slurm: $(TOOLS)
-	$(PYTHON) -m pytest tests/slurm/at_the_limit.py
+	$(PYTHON) -m pytest tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py
 
 # The readers of traces: TensorBoard's plugin and Holistic Trace Analysis, which brings JupyterLab.
 traces: $(TOOLS)

@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,15 @@ from torch.utils.tensorboard import SummaryWriter
 
 from utils.config import Config
 from utils.tracker import MlflowBoard
+
+
+def _told_by_a_warning(args: threading.ExceptHookArgs, others: Callable = threading.excepthook) -> None:
+    """Print no traceback of TensorBoard's thread where the disk is full: its next call raises the error again."""
+    if not (type(args.thread).__module__.startswith("tensorboard") and issubclass(args.exc_type, OSError)):
+        others(args)
+
+
+threading.excepthook = _told_by_a_warning
 
 
 class Curves:

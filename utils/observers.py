@@ -90,7 +90,7 @@ class Observers:
                     with harmless("the profile of a step"):
                         found = self.profiler.stop()
                 self.costs.keep(found)
-        if self.config.profile == "torch":
+        if self.config.profile == "torch" and self.steps <= sum(self.config.profile_steps):
             with self._aside():
                 if self.trace:
                     with harmless("--profile torch"):

@@ -7,7 +7,7 @@
 Each rung is a run in a process of its own: two epochs, of which the second counts. All rungs run once, then all once
 more, `--repeats` times: a machine that slows down meanwhile slows all of them. A gain is the median of the ratios to
 the rung below, each within one round. It is noise where these ratios lie on both sides of 1, or where rungs that are
-one and the same command differ by as much. What the machine cannot do is skipped, with the reason.
+one and the same command come out as far apart. What the machine cannot do is skipped, with the reason.
 
 Writes what it found to `--json`, and beside it as .md (tables), .png (bars) and .html (all in one page). Interrupted,
 the same command goes on where it stopped, and tries again what failed: .runs.jsonl has what was done.
@@ -38,6 +38,7 @@ from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
+README = ROOT / "README.md"
 EPOCHS = 2
 LEAST = 5  # iterations of an epoch: the first of them waits for the reader to start
 
@@ -145,6 +146,8 @@ def main(argv: list[str]) -> None:
     folder = "benchmarks/results" if args.update_readme else "runs"
     record = args.json or ROOT / folder / f"ladder_{config.config}.json"
     rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
+    if args.update_readme:
+        ladder_report.place(README, record)
     samples = len(WeatherData(replace(config, stage_dir=None, data_loader_config="pytorch")).train_pairs)
     setup = describe(config, flags, args)
     path = record.with_suffix(".runs.jsonl")
@@ -169,7 +172,7 @@ def main(argv: list[str]) -> None:
     ladder_report.write(record, rows, about | {"repeats": args.repeats, "config": config.config})
     print(record.with_suffix(".md").read_text())
     if args.update_readme:
-        ladder_report.update(ROOT / "README.md", record)
+        ladder_report.update(README, record)
     if failed := why_not(runs.of(rungs[0])):
         raise ValueError(f"the baseline has no figures ({failed}): give flags with which it runs")
 

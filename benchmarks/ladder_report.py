@@ -64,8 +64,8 @@ def tables(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def anchor(ladder: str, row: Row) -> str:
-    """Return what a link to a rung is called: `ladder-demo-alone-bf16`."""
-    return re.sub(r"[^a-z0-9]+", "-", f"ladder {ladder} {row['table']} {row['name']}".lower()).strip("-")
+    """Return what a link to a rung is called: `ladder-demo-alone-bf16`, of the record `ladder_demo`."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{ladder} {row['table']} {row['name']}".lower()).strip("-")
 
 
 def markdown(ladder: str, rows: list[Row]) -> str:
@@ -142,7 +142,7 @@ def show(path: Path) -> None:
     """Write tables (.md), bars (.png) and one page of all (.html) beside a record."""
     record = json.loads(path.read_text())
     rows, about = record["rungs"], record["about"]
-    path.with_suffix(".md").write_text(markdown(about["config"], rows) + "\n")
+    path.with_suffix(".md").write_text(markdown(path.stem, rows) + "\n")
     title = f"{about['config']} on {about['device']}"
     figure, image = picture(rows, title), io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
@@ -150,17 +150,22 @@ def show(path: Path) -> None:
     path.with_suffix(".html").write_text(page(rows, image.getvalue(), title, about))
 
 
-def update(readme: Path, path: Path) -> None:
-    """Write a record's tables between `<!-- ladder SECTION -->` and `<!-- end -->`.
+def place(readme: Path, path: Path) -> re.Match:
+    """Return where the tables of a record stand in a README: between `<!-- ladder_demo -->` and `<!-- end -->`.
 
-    Raises ValueError where that is not there.
+    Raises ValueError where they do not.
     """
-    record, text = json.loads(path.read_text()), readme.read_text()
-    name, rows = record["about"]["config"], record["rungs"]
-    marks = re.compile(rf"(<!-- ladder {re.escape(name)} -->\n).*?(<!-- end -->)", re.S)
-    if not marks.search(text):
-        raise ValueError(f"{readme} has no place for this table: write <!-- ladder {name} --> and <!-- end --> there")
-    readme.write_text(marks.sub(lambda found: f"{found[1]}{markdown(name, rows)}\n{found[2]}", text))
+    mark = f"<!-- {path.stem} -->"
+    if found := re.search(rf"(?<={re.escape(mark)}\n).*?(?=<!-- end -->)", readme.read_text(), re.S):
+        return found
+    raise ValueError(f"{readme} has no place for {path.name}: write lines of {mark} and <!-- end --> there")
+
+
+def update(readme: Path, path: Path) -> None:
+    """Write a record's tables to their place. Raises ValueError where there is none."""
+    found, rows = place(readme, path), json.loads(path.read_text())["rungs"]
+    text = found.string
+    readme.write_text(f"{text[: found.start()]}{markdown(path.stem, rows)}\n{text[found.end() :]}")
 
 
 if __name__ == "__main__":

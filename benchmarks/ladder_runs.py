@@ -48,12 +48,12 @@ def why_not(results: list[dict[str, Any]]) -> str | None:
 
 
 def noise(rungs: list[Rung], runs: Runs) -> float | None:
-    """Return how far rungs that are one and the same command lie apart in a round: the largest ratio's logarithm."""
+    """Return the gain of a rung over another one with the same command, the largest there is, as a logarithm."""
     apart = []
     for one, other in itertools.combinations(rungs, 2):
         same = all(getattr(one, name) == getattr(other, name) for name in ("script", "flags", "batch", "ranks"))
         if same and (ratios := gains(runs, one, other)):
-            apart += [abs(math.log(ratio)) for ratio in ratios]
+            apart.append(abs(math.log(statistics.median(ratios))))
     return max(apart, default=None)
 
 

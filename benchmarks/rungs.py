@@ -55,6 +55,7 @@ ALONE = {
     "checkpoint MLPs": ("--activation_checkpoint=mlp",),
     "chunks": ("--mlp_chunks=4",),
     "two passes": ("--accumulation_steps=2",),
+    "the report": ("--report",),  # what looking at a run costs it
 }
 NEEDS = {"TF32": "TF32", "fp16": "fp16"}
 DATA_PARALLEL = "benchmarks/data_parallel.py"
@@ -64,6 +65,7 @@ MISSING = {
     "a GPU": "no GPU here",
     "more ranks": "needs --nproc 2 or more",
     "4 ranks": "needs --nproc 4, or 8, 12, ...",
+    "2 samples": "needs two samples in a batch, or four, or six, ...",
     "2 GPUs": "needs two GPUs or more",
     "TF32": "needs an NVIDIA GPU with tensor cores (Ampere or later)",
     "fp16": "a CPU only imitates fp16, many times slower",
@@ -89,8 +91,10 @@ def all_rungs(nproc: int, batch: int) -> list[Rung]:
         rungs.append(Rung("steps", f"+ {name}", flags, batch, below, needs=NEEDS.get(name)))
         below = rungs[-1].key
     rungs.append(Rung("steps", "+ graphs", (*flags, *GRAPHS), batch, below, "train_mp_graphs.py", needs="a GPU"))
+    odd = {"two passes": "2 samples"} if batch % 2 else {}
     for name, more in ALONE.items():
-        rungs.append(Rung("alone", name, (*PLAIN, *more), batch, "steps: baseline", needs=NEEDS.get(name)))
+        needs = (NEEDS | odd).get(name)
+        rungs.append(Rung("alone", name, (*PLAIN, *more), batch, "steps: baseline", needs=needs))
     graphs = Rung("alone", "graphs", (*PLAIN, *GRAPHS), batch, "steps: baseline", "train_mp_graphs.py", needs="a GPU")
     rungs += [graphs, Rung("alone", "twice the batch", PLAIN, 2 * batch, "steps: baseline")]
     if nproc == 1:

@@ -33,6 +33,8 @@ def test_each_rung_stands_on_one_above_it():
     assert by_key["weak scaling: 4 ranks"].batch == 32 and by_key["strong scaling: 4 ranks"].batch == 8
     assert {rung.table for rung in RUNGS} == set(ladder_report.TITLES)
     assert {rung.key for rung in all_rungs(1, 8) if rung.table not in ("steps", "alone")} == {"weak scaling: 2 ranks"}
+    passes = [rung.needs for batch in (1, 8) for rung in all_rungs(1, batch) if rung.name == "two passes"]
+    assert passes == ["2 samples", None]
     orders = [[rung.needs for rung in all_rungs(n, 8) if "-dp" in rung.name] for n in (2, 4)]
     assert orders == [["4 ranks"] * 2, [None] * 2]
 
@@ -83,23 +85,22 @@ def test_gains_and_their_noise(runs):
 
 def test_what_is_written(runs, tmp_path):
     rows = evaluate(RUNGS, runs)
-    ladder_report.write(tmp_path / "ladder.json", rows, {"config": "demo", "device": "a <CPU>"})
-    record = json.loads((tmp_path / "ladder.json").read_text())
+    ladder_report.write(tmp_path / "ladder_demo.json", rows, {"config": "demo", "device": "a <CPU>"})
+    record = json.loads((tmp_path / "ladder_demo.json").read_text())
     assert record["figures"]["gain of steps: + workers"] == 2 and record["rungs"] == rows
-    table = (tmp_path / "ladder.md").read_text()
+    table = (tmp_path / "ladder_demo.md").read_text()
     assert "+ workers | 22.0 | 2.00 | 1.83 to 2.18 |" in table and "+ TF32 | skipped: no tensor cores |" in table
     assert '| <a id="ladder-demo-steps-workers"></a>+ workers |' in table
     assert "1.00, noise" in table
-    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "ladder.html").read_text()
+    assert (tmp_path / "ladder_demo.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "ladder_demo.html").read_text()
     assert "a &lt;CPU&gt;" in page and "data:image/png;base64," in page and not re.search(r"(src|href)=\"http", page)
     readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- ladder demo -->\nold\n<!-- end -->\nafter\n")
-    ladder_report.update(readme, tmp_path / "ladder.json")
-    assert readme.read_text() == f"before\n<!-- ladder demo -->\n{table}<!-- end -->\nafter\n"
-    ladder_report.write(tmp_path / "ladder.json", rows, {"config": "base", "device": "a CPU"})
-    with pytest.raises(ValueError, match="write <!-- ladder base -->"):
-        ladder_report.update(readme, tmp_path / "ladder.json")
+    readme.write_text("before\n<!-- ladder_demo -->\nold\n<!-- end -->\nafter\n")
+    ladder_report.update(readme, tmp_path / "ladder_demo.json")
+    assert readme.read_text() == f"before\n<!-- ladder_demo -->\n{table}<!-- end -->\nafter\n"
+    with pytest.raises(ValueError, match="write lines of <!-- ladder_demo_gpu --> and"):
+        ladder_report.place(readme, tmp_path / "ladder_demo_gpu.json")
 
 
 def test_runs_of_another_ladder_are_not_mixed(runs, tmp_path):
@@ -116,9 +117,10 @@ def test_identical_commands_tell_what_noise_is(runs):
         by_key[f"{key}"] for key in ("steps: + compile", "weak scaling: 1 rank", "model parallel: 1 rank")
     )
     before = noise(RUNGS, runs)
-    assert before == pytest.approx(math.log(10.5 / 10))
-    for rung, speed in ((last, 10), (one, 15), (script, 90)):  # the last is another script
-        runs.add(rung, 0, result(speed))
+    assert before == pytest.approx(math.log(11.5 / 11))  # the middle of the rounds, as a gain is
+    for rung, speeds in ((last, (10, 10, 10)), (one, (15, 40, 12)), (script, (90, 90, 90))):  # of another script
+        for number, speed in enumerate(speeds):
+            runs.add(rung, number, result(speed))
     assert noise(RUNGS, runs) == pytest.approx(math.log(1.5))
     assert noise([by_key["alone: bf16"]], runs) is None
 

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
+import psutil  # noqa: E402
 import torch  # noqa: E402
 
 import train  # noqa: E402
@@ -41,6 +42,7 @@ from utils.weather_data import WeatherData  # noqa: E402
 
 MFU = 0.4  # what a step reaches of the peak, more or less
 NODES = Path("/sys/devices/system/node")
+CGROUPS, OUR_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class Line(NamedTuple):
@@ -266,7 +268,7 @@ def memory(config: Config, dp: int, found: dict) -> Iterator[Line]:
         there = torch.cuda.mem_get_info()[1] / 2**30
     else:
         ranks = dp * config.tensor_parallel * config.context_parallel
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / ranks
+        there = host_memory() / 2**30 / ranks
     told += f"; it has {there:.1f} GiB"
     if found["peak"] / 2**30 < 0.9 * there:
         yield Line(told)
@@ -278,6 +280,23 @@ def memory(config: Config, dp: int, found: dict) -> Iterator[Line]:
     else:
         remedies = ["--tensor_parallel 2"]
     yield Line(told, "try " + ", then ".join(remedies))
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that are ours: all, or as many as a job or a container may take (cgroups)."""
+    found = [psutil.virtual_memory().total]
+    for line in OUR_CGROUPS.read_text().splitlines() if OUR_CGROUPS.exists() else []:
+        _, controllers, ours = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, name = CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        for group in (Path(ours), *Path(ours).parents):
+            with contextlib.suppress(OSError, ValueError):  # not to be seen from here; `max`
+                found.append(int((root / group.relative_to("/") / name).read_text()))
+    return min(found)
 
 
 def main(argv: list[str]) -> None:

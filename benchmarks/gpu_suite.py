@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_suite.py --json FILE [--skip PART ...]
 
-Parts: tests, ladder, graphs, attention, memory, loader, checkpoints, observers (what a report costs).
-Ladder: none, TF32, bf16, fused optimiser, compilation, for the sections `base` and `mp`, on random data of the full
-size; graphs are the rung above. Each part writes the file anew: if time runs out, what was measured stays.
+Parts: tests, steps (none, TF32, bf16, fused optimiser, compilation, and their kernels), graphs, attention, memory,
+loader, checkpoints, observers (what a report costs), for the sections `base` and `mp`, on random data of the full size.
+Each part writes the file anew: if time runs out, what was measured stays. Whole runs are the matter of ladder.py.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from utils.sample_data import write_shape
 from utils.weather_data import WeatherData
 
 ROOT = Path(__file__).resolve().parent.parent
-LADDER = {
+CASES = {
     "none": ["--no_tf32"],
     "TF32": [],
     "bf16": ["--amp_mode=bf16"],
@@ -69,10 +69,10 @@ def tests(figures: dict, spread: dict, kernels: dict) -> None:
             figures[f"tests {word}"] = int(count)
 
 
-def ladder(figures: dict, spread: dict, kernels: dict) -> None:
+def steps(figures: dict, spread: dict, kernels: dict) -> None:
     for section, flags in SECTIONS.items():
-        for rung, more in LADDER.items():
-            name = f"{section}, {rung}"
+        for case, more in CASES.items():
+            name = f"{section}, {case}"
             found = compare({name: [*flags, *PLAIN, *more]})[name]
             figures_of(found, name, figures, spread)
             print(f"{name}: {figures[f'{name}: samples_per_sec']:.1f} samples/s, "
@@ -255,7 +255,7 @@ def observers(figures: dict, spread: dict, kernels: dict) -> None:
 
 
 PARTS = {
-    "tests": tests, "ladder": ladder, "graphs": graphs, "attention": attention_kernels, "memory": memory,
+    "tests": tests, "steps": steps, "graphs": graphs, "attention": attention_kernels, "memory": memory,
     "loader": loader, "checkpoints": checkpoints, "observers": observers,
 }  # fmt: skip
 

@@ -1,10 +1,6 @@
-"""Runs that are interrupted and go on: used by test_interruptions.py, fault_matrix.py and soak.py.
-
-Ranks are forked from a server that has imported the scripts already: a start takes a tenth of a second.
-"""
+"""Runs that are interrupted and go on: used by test_interruptions.py, fault_matrix.py and soak.py."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,12 +15,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
-from tests.helpers import clean_environment, free_port, records, run_folder, tiny_flags
+from tests.helpers import SERVER, clean_environment, free_port, records, run_folder, tiny_flags
 from tests.injections import At, Fault, Send
 from utils import checkpoint, report
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["train", "train_mp", "tests.interruptions", "tests.injections"])
 
 
 @dataclass(frozen=True)

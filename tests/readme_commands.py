@@ -1,5 +1,7 @@
 """Run the laptop commands of README.md as they are written: the lines of its ```bash blocks, in order.
 
+    python tests/readme_commands.py [ITERATIONS]      no run is longer than this many, but those that stop and go on
+
 Blocks that begin with `# on a cluster`, `# on a GPU` or `# by hand` are left out: they need Slurm, a GPU, or a person.
 """
 
@@ -23,13 +25,22 @@ def commands(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def main() -> int:
+def shortened(command: str, iterations: int) -> str:
+    """Return a command with no more iterations than these, unless it stops before its end, or goes on."""
+    if "--time_limit" in command or "--resume" in command:
+        return command
+    return re.sub(r"(?<=--num_iters )\d+", lambda found: str(min(int(found[0]), iterations)), command)
+
+
+def main(iterations: int | None = None) -> int:
     # `python` and `torchrun` of the README are those of the environment that runs this.
     here = str(Path(sys.executable).parent)
     env = {**os.environ, "PATH": here + os.pathsep + os.environ["PATH"]}
     for command in commands((ROOT / "README.md").read_text()):
         if command.startswith(("make ", "git ", "cd ", "source ")):
             continue  # CI calls make itself, in a clone of its own
+        if iterations:
+            command = shortened(command, iterations)
         start = time.perf_counter()
         print(f"$ {command}", flush=True)
         done = subprocess.run(command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
@@ -42,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*map(int, sys.argv[1:])))

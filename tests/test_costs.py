@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
 import train
 from benchmarks.bench import Bench
@@ -15,6 +16,7 @@ from utils.config_reader import load_config
 from utils.model_summary import summarise, summary_table
 from utils.step_profile import (
     StepProfiler,
+    activities,
     covered,
     memory_blocks,
     memory_moments,
@@ -223,3 +225,11 @@ def test_a_trace_of_some_steps(tiny):
 def test_a_run_shorter_than_its_trace_says_so(tiny):
     with pytest.raises(ValueError, match="needs 15 steps, and num_iters is 4"):
         run_here(tiny_flags(tiny, "--profile", "torch"))
+
+
+def test_nsight_systems_has_the_gpus_counters_for_itself(monkeypatch):
+    monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
+    gpu, both = torch.device("cuda"), {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    assert set(activities(gpu)) == both and activities(torch.device("cpu")) == [ProfilerActivity.CPU]
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    assert activities(gpu) == [ProfilerActivity.CPU]

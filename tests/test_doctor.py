@@ -5,6 +5,7 @@ import sys
 
 import h5py
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks import doctor
@@ -129,6 +130,25 @@ def test_memory_that_is_not_there(monkeypatch):
     (line,) = changes(memory(config, 10**6, found))
     assert line.endswith("try --accumulation_steps 2, then --activation_checkpoint block, then --context_parallel 2")
     assert not changes(memory(config, 1, found | {"peak": GIB}))
+
+
+@pytest.mark.parametrize(
+    "ours, folder, name",
+    [
+        ("0::/job_7/step_0\n", "", "memory.max"),
+        ("5:cpu,memory:/job_7/step_0\n1:cpuset:/\n", "memory", "memory.limit_in_bytes"),
+    ],
+)
+def test_a_job_has_no_more_memory_than_it_was_given(monkeypatch, tmp_path, ours, folder, name):
+    (tmp_path / "ours").write_text(ours)
+    monkeypatch.setattr(doctor, "OUR_CGROUPS", tmp_path / "ours")
+    monkeypatch.setattr(doctor, "CGROUPS", tmp_path)
+    assert doctor.host_memory() == psutil.virtual_memory().total  # no such folders
+    step = tmp_path / folder / "job_7/step_0"
+    step.mkdir(parents=True)
+    (step / name).write_text("max\n")
+    (step.parent / name).write_text("1000\n")
+    assert doctor.host_memory() == 1000
 
 
 def test_a_network_too_slow_for_the_gradients(monkeypatch):

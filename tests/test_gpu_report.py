@@ -5,13 +5,16 @@ import importlib.util
 import json
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import train_mp_graphs
+from benchmarks import doctor, ladder
 from benchmarks.bench import Bench
-from tests.helpers import losses, run_here, tiny_flags
+from tests.helpers import ROOT, clean_environment, losses, run_folder, run_here, tiny_flags
 from tests.test_timeline import check_times
 from utils.step_profile import StepProfiler, parts_at_peak
 from utils.system_watch import SystemWatch
@@ -120,3 +123,29 @@ def test_the_log_names_what_the_gpu_tells(tiny):
     log = (run_here(on_gpu(tiny, "--report")) / "out.log").read_text()
     assert re.search(r"gpu_use +\d", log) or "pip install nvidia-ml-py" in log
     assert re.search(r"allocator +\d+\.\d+  its peak in the same step", log)
+
+
+def test_the_doctor_knows_the_gpu(tiny, capsys):
+    doctor.main(tiny_flags(tiny))
+    told = capsys.readouterr().out
+    name, memory = re.escape(torch.cuda.get_device_name(0)), torch.cuda.mem_get_info(0)[1] / 2**30
+    assert re.search(rf"GPU 0: {name}, capability \d+\.\d+, {memory:.0f} GiB", told)
+    assert f"it has {memory:.1f} GiB" in told and "CUDA " in told and "no GPU" not in told
+
+
+def test_the_ladder_has_the_rungs_of_a_gpu(tiny, tmp_path):
+    argv = [*tiny_flags(tiny)[:6], "--global_batch_size=4", "--rungs", "TF32", "alone: fp16", "graphs"]
+    ladder.main([*argv, "--iterations=5", "--repeats=1", "--nproc=1", "--json", str(tmp_path / "out.json")])
+    rows = json.loads((tmp_path / "out.json").read_text())["rungs"]
+    assert {row["name"] for row in rows} >= {"+ TF32", "TF32", "fp16", "+ graphs", "graphs"}
+    assert not [row["without"] for row in rows if "without" in row]
+    assert all(row["loss_change"] < 0.02 and row["memory_gb"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_data_parallel_follows_one_gpu(tiny):
+    argv = on_gpu(tiny, "--no_tf32", "--run_num", "dp")
+    command = [sys.executable, "benchmarks/data_parallel.py", *argv]
+    subprocess.run(command, cwd=ROOT, env=clean_environment(), check=True)
+    one = losses(run_here(on_gpu(tiny, "--no_tf32")))
+    assert losses(run_folder(argv)) == pytest.approx(one, rel=1e-5)

@@ -4,16 +4,21 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
+import sys
 
 import psutil
 import pytest
+from torch import nn
 
+import train
 from benchmarks import ladder, ladder_report
 from benchmarks.call import call, reason
 from benchmarks.ladder_runs import Runs, evaluate, noise
-from benchmarks.rungs import Rung, all_rungs, chosen
-from tests.helpers import tiny_flags
+from benchmarks.rungs import DATA_PARALLEL, Rung, all_rungs, chosen
+from tests.helpers import ROOT, losses, run_folder, run_here, tiny_flags
+from utils import launch
 
 RUNGS = all_rungs(4, 8)
 
@@ -148,6 +153,18 @@ def test_inside_a_job_srun_starts_the_ranks(monkeypatch, ranks, gpus, nodes, sha
     assert command[0] == "srun" and "--overlap" in command and command[-1] == "train.py"
     values = [part.split("=")[1] for part in command if part.startswith(("--nodes", "--ntasks", "--cpus"))]
     assert " ".join(values) == share and env["OMP_NUM_THREADS"] == share.split()[-1]
+
+
+def test_data_parallel_is_train_py_with_another_wrapper(tiny, monkeypatch):
+    """On a CPU DataParallel hands everything to the one model; tests/test_gpu_report.py takes two GPUs."""
+    passes, forward = [], nn.DataParallel.forward
+    monkeypatch.setattr(nn.DataParallel, "forward", lambda self, *args: passes.append(1) or forward(self, *args))
+    monkeypatch.setattr(train, "data_parallel", train.data_parallel)
+    monkeypatch.setattr(launch, "start", lambda main, argv: run_here(argv, main))
+    one, argv = losses(run_here(tiny_flags(tiny))), tiny_flags(tiny, "--run_num", "dp")
+    monkeypatch.setattr(sys, "argv", ["data_parallel.py", *argv])
+    runpy.run_path(str(ROOT / DATA_PARALLEL), run_name="__main__")
+    assert losses(run_folder(argv)) == one and len(passes) > len(one)
 
 
 def test_half_a_line_of_an_interrupted_ladder_is_forgotten(runs, tmp_path):

@@ -1,12 +1,67 @@
-"""Start a run in processes of its own, and say in a line why it failed (for ladder.py and doctor.py)."""
+"""Start ranks in processes of their own, and say in a line why they failed (for ladder.py and doctor.py)."""
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
+import torch
+
+from utils.system_watch import cores_in_reach
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def all_devices() -> int:
+    """Return how many ranks there can be: one for each GPU of this node, in a job for those of all its nodes."""
+    return max(torch.cuda.device_count(), 1) * int(os.environ.get("SLURM_NNODES", 1))
+
+
+def stay_on(device: str) -> None:
+    """Let nothing see a GPU where the configuration says `cpu`."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def check_place() -> None:
+    """Raise ValueError in a shell that a job's node does not run: it sees another machine than the ranks."""
+    if "SLURM_JOB_ID" in os.environ and "SLURMD_NODENAME" not in os.environ:
+        raise ValueError(
+            f"job {os.environ['SLURM_JOB_ID']} runs elsewhere than this shell: call this from the job's script, or "
+            f"from `srun --nodes=1 --ntasks=1 --pty bash` in it"
+        )
+
+
+def end_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end this process as an error does, and with it the run that it has started."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def launch(script: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts a script on some ranks, and its environment: torchrun here, srun inside a job.
+
+    Nodes are filled one after another.
+    """
+    command, cpus = [sys.executable, script], len(cores_in_reach()) // ranks
+    env = dict(os.environ)
+    if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
+        there = int(os.environ.get("SLURM_NNODES", 1))
+        nodes = min(-(-ranks // (torch.cuda.device_count() or 1)), there)
+        on_each = -(-ranks // nodes)
+        cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", len(cores_in_reach()))) // on_each
+        share = [f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={on_each}"]
+        share += [f"--cpus-per-task={max(cpus, 1)}"]
+        if env.pop("SLURM_GPUS", None):  # of the whole job: a step on fewer nodes cannot have them
+            share += [f"--gpus-per-node={torch.cuda.device_count()}"]
+        command = ["srun", "--export=ALL", "--overlap", *share, *command]
+    elif ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        command = [sys.executable, *torchrun, script]
+    return command, {"OMP_NUM_THREADS": str(max(cpus, 1))} | env
 
 
 def call(command: list[str], env: dict[str, str], limit: float) -> tuple[int, str, str]:

@@ -1,18 +1,25 @@
 """train.py with PyTorch's older DataParallel in the place of DDP: one process that drives all GPUs (for ladder.py).
 
-python benchmarks/data_parallel.py --config=demo
+python benchmarks/data_parallel.py --config=demo [--gpus 4]      the first so many of them; flags of train.py go along
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import train  # noqa: E402
 from utils.launch import start  # noqa: E402
 
 if __name__ == "__main__":
-    train.data_parallel = lambda model, config, group=None: nn.DataParallel(model)
-    start(train.main, sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    args, flags = parser.parse_known_args()
+    if torch.cuda.device_count() < args.gpus:
+        sys.exit(f"data_parallel.py: error: --gpus is {args.gpus}, and this process sees {torch.cuda.device_count()}")
+    train.data_parallel = lambda model, config, group=None: nn.DataParallel(model, list(range(args.gpus)))
+    start(train.main, flags)

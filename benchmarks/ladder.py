@@ -16,7 +16,6 @@ the same command goes on where it stopped, and tries again what failed: .runs.js
 import argparse
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -30,12 +29,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks import ladder_report  # noqa: E402
-from benchmarks.call import call, reason  # noqa: E402
+from benchmarks.call import all_devices, call, check_place, end_on_signals, launch, reason, stay_on  # noqa: E402
 from benchmarks.ladder_runs import Runs, evaluate, why_not  # noqa: E402
 from benchmarks.record import device_name  # noqa: E402
 from benchmarks.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
+from utils.system_watch import cores_in_reach  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
 README = ROOT / "README.md"
@@ -43,27 +43,10 @@ EPOCHS = 2
 LEAST = 5  # iterations of an epoch: the first of them waits for the reader to start
 
 
-def launch(rung: Rung) -> tuple[list[str], dict[str, str]]:
-    """Return the command of a rung and its environment: torchrun here, srun inside a job."""
-    script, cpus = [sys.executable, rung.script], len(os.sched_getaffinity(0)) // rung.ranks
-    if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
-        there = int(os.environ.get("SLURM_NNODES", 1))
-        nodes = min(-(-rung.ranks // (torch.cuda.device_count() or 1)), there)
-        cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", cpus)) // -(-rung.ranks // nodes)
-        share = [f"--nodes={nodes}", f"--ntasks={rung.ranks}", f"--cpus-per-task={max(cpus, 1)}"]
-        command = ["srun", "--export=ALL", "--overlap", *share, *script]
-    elif rung.ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={rung.ranks}"]
-        command = [sys.executable, *torchrun, rung.script]
-    else:
-        command = script
-    return command, {"OMP_NUM_THREADS": str(max(cpus, 1))} | dict(os.environ)
-
-
 def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Path, limit: float) -> dict[str, Any]:
     """Train, and return what the run recorded.
 
-    {"skipped": reason} where machine or data cannot do it, {"failed": reason} where the run did not come to its end.
+    {"skipped": reason} where machine, data or model cannot do it, {"failed": reason} where the run broke off.
 
     Args:
         iterations: of an epoch, at the most.
@@ -77,18 +60,21 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
     if iterations < LEAST:
         return {"skipped": f"{samples} samples are less than {LEAST} batches of {rung.batch}"}
     shutil.rmtree(folder, ignore_errors=True)
-    command, env = launch(rung)
+    command, env = launch(rung.script, rung.ranks)
     epoch = [f"--limit_nsamples={iterations * rung.batch}", f"--limit_nsamples_val={rung.batch}"]
     size = ["--local_batch_size=None", f"--global_batch_size={rung.batch}", f"--num_iters={EPOCHS * iterations}"]
-    more = ["--checkpoint_every=None", "--resume=none", f"--expdir={folder}"]
+    more = ["--checkpoint_every=None", "--time_limit=None", "--resume=none", "--tracker=none", "--profile=none"]
     try:
-        code, _, errors = call([*command, *flags, *rung.flags, *size, *epoch, *more], env, limit)
+        code, _, errors = call([*command, *flags, *rung.flags, *size, *epoch, *more, f"--expdir={folder}"], env, limit)
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {limit / 60:g} minutes"}
     if code:
-        return {"failed": reason(errors)}
-    (path,) = folder.glob("*/*/*/metrics.jsonl")
-    events = [json.loads(line) for line in path.read_text().splitlines()]
+        why = reason(errors)
+        return {"skipped" if ".py: error: " in why else "failed": why}
+    found = list(folder.glob("*/*/*/metrics.jsonl"))
+    if not found:
+        return {"failed": f"the run is over, and no metrics.jsonl is in {folder}"}
+    events = [json.loads(line) for line in found[0].read_text().splitlines()]
     first, last = [event for event in events if event["event"] == "epoch"]
     shutil.rmtree(folder)
     seconds = rung.batch / last["samples_per_sec"]
@@ -122,7 +108,7 @@ def describe(config: Config, flags: list[str], args: argparse.Namespace) -> dict
         "nproc": args.nproc,
         "rungs": args.rungs or "all",
         "device": device_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(cores_in_reach()),
         "torch": torch.__version__,
         "commit": commit(),
         "configuration": json.loads(json.dumps(dataclasses.asdict(config))),  # as it comes back from a file
@@ -132,17 +118,24 @@ def describe(config: Config, flags: list[str], args: argparse.Namespace) -> dict
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--rungs", nargs="+", help="words of the rungs to run, such as bf16 compile; default: all")
-    parser.add_argument("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="ranks, at the most")
+    parser.add_argument("--nproc", type=int, default=all_devices(), help="ranks, at the most; default: one a GPU")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=20, help="of an epoch")
+    parser.add_argument(
+        "--iterations", type=int, default=20, help=f"of an epoch: {LEAST} or more, if the data has them"
+    )
     parser.add_argument("--minutes", type=float, default=20, help="a run that takes longer is skipped")
     parser.add_argument("--json", type=Path, help="file to write; default: runs/ladder_<section>.json")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an interrupted ladder")
     parser.add_argument("--update_readme", action="store_true", help="rewrite the table in README.md, and its record")
     args, flags = parser.parse_known_args(argv)
+    for name, least in (("nproc", 1), ("repeats", 1), ("iterations", LEAST)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it takes {least} or more")
+    check_place()
     if not any(flag.split("=")[0] == "--config" for flag in flags):
         flags = ["--config=demo", *flags]  # the built-in data
     config = load_config(flags)[0].with_batches(1)
+    stay_on(config.device)
     folder = "benchmarks/results" if args.update_readme else "runs"
     record = args.json or ROOT / folder / f"ladder_{config.config}.json"
     rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
@@ -154,8 +147,6 @@ def main(argv: list[str]) -> None:
     if args.fresh:
         path.unlink(missing_ok=True)
     runs = Runs(path, setup)
-    if all((rung.key, number) in runs.done or runs.of(rung) for rung in rungs for number in range(args.repeats)):
-        print(f"All of it was measured: {path} has the runs, and --fresh measures anew.")
     in_turn = sorted(rungs, key=lambda rung: rung.key == AGAIN)  # which comes last: a machine drifts
     for number in range(args.repeats):
         for rung in in_turn:
@@ -165,6 +156,8 @@ def main(argv: list[str]) -> None:
                 continue
             result = run(rung, flags, args.iterations, samples, record.with_suffix(".runs"), 60 * args.minutes)
             runs.add(rung, number, result)
+            if rung is rungs[0] and "losses" not in result:
+                raise ValueError(f"the baseline has no figures ({why_not([result])}): give flags with which it runs")
             told = why_not([result]) or f"{result['samples_per_sec']:.2f} samples/s"
             print(f"{number + 1}/{args.repeats}  {rung.key:50} {told}", flush=True)
     rows = evaluate(rungs, runs)
@@ -173,12 +166,11 @@ def main(argv: list[str]) -> None:
     print(record.with_suffix(".md").read_text())
     if args.update_readme:
         ladder_report.update(README, record)
-    if failed := why_not(runs.of(rungs[0])):
-        raise ValueError(f"the baseline has no figures ({failed}): give flags with which it runs")
 
 
 if __name__ == "__main__":
+    end_on_signals()
     try:
         main(sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"ladder.py: error: {error}")

@@ -29,7 +29,7 @@ TITLES = {
     "data parallel": "Data parallelism",
     "model parallel": "Model parallelism: the same model and batch",
 }
-HEAD = ["rung", "samples/s", "gain", "range", "memory GiB", "MFU", "data wait", "compile s", "loss change"]
+HEAD = ["rung", "samples/s", "gain", "over", "range", "memory GiB", "MFU", "data wait", "compile s", "loss change"]
 Row = dict[str, Any]
 
 
@@ -46,6 +46,7 @@ def cells(row: Row) -> list[str]:
         row["name"],
         f"{row['samples_per_sec']:.1f}" if row["samples_per_sec"] >= 10 else f"{row['samples_per_sec']:.3g}",
         gain,
+        row.get("below", ""),
         span,
         f"{row['memory_gb']:.2f}",
         f"{row['mfu']:.1%}" if row["mfu"] else "",
@@ -68,9 +69,16 @@ def anchor(ladder: str, row: Row) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{ladder} {row['table']} {row['name']}".lower()).strip("-")
 
 
-def markdown(ladder: str, rows: list[Row]) -> str:
+def machine(record: dict[str, Any]) -> str:
+    """Return on what, by what, and how a record came about."""
+    about = record["about"]
+    where = f"{about['device']}, {about['cores']} cores, PyTorch {about['torch']}, commit {about['commit']}"
+    return f"{where}: `{record['command']}`"
+
+
+def markdown(ladder: str, record: dict[str, Any]) -> str:
     """Return all tables in Markdown, with a place to link to in each line."""
-    parts = []
+    rows, parts = record["rungs"], [machine(record)]
     for title, found in tables(rows):
         lines = [f"**{title}**", "", "| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
         for row in found:
@@ -142,7 +150,7 @@ def show(path: Path) -> None:
     """Write tables (.md), bars (.png) and one page of all (.html) beside a record."""
     record = json.loads(path.read_text())
     rows, about = record["rungs"], record["about"]
-    path.with_suffix(".md").write_text(markdown(path.stem, rows) + "\n")
+    path.with_suffix(".md").write_text(markdown(path.stem, record) + "\n")
     title = f"{about['config']} on {about['device']}"
     figure, image = picture(rows, title), io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
@@ -163,9 +171,9 @@ def place(readme: Path, path: Path) -> re.Match:
 
 def update(readme: Path, path: Path) -> None:
     """Write a record's tables to their place. Raises ValueError where there is none."""
-    found, rows = place(readme, path), json.loads(path.read_text())["rungs"]
+    found, record = place(readme, path), json.loads(path.read_text())
     text = found.string
-    readme.write_text(f"{text[: found.start()]}{markdown(path.stem, rows)}\n{text[found.end() :]}")
+    readme.write_text(f"{text[: found.start()]}{markdown(path.stem, record)}\n{text[found.end() :]}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Runs:
         if found != setup:
             changed = ", ".join(name for name in setup if found.get(name) != setup[name])
             raise ValueError(f"{path} is of another ladder ({changed} changed): give another --json, or --fresh")
-        runs = [run for run in runs if "failed" not in run]
+        runs = [run for run in runs if "losses" in run]  # the others are tried again
         self.done = {(run["rung"], run["round"]): run for run in runs}
         # Anew, because the last line may be half a line.
         path.write_text("".join(json.dumps(line) + "\n" for line in (setup, *runs)))

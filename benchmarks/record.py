@@ -1,13 +1,14 @@
 """The records in results/: machine, versions, command, figures with their spread."""
 
 import json
-import os
 import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from utils.system_watch import cores_in_reach
 
 
 def device_name() -> str:
@@ -21,7 +22,7 @@ def device_name() -> str:
 def write_record(path: Path, figures: dict[str, float], spread: dict[str, list[float]], **more: Any) -> None:
     """Write the figures, and [min, max] of those that vary; NaN becomes null."""
     record = {
-        "machine": {"device": device_name(), "cores": len(os.sched_getaffinity(0)), "system": platform.platform()},
+        "machine": {"device": device_name(), "cores": len(cores_in_reach()), "system": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": " ".join(["python", *sys.argv]),
         "figures": figures,

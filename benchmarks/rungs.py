@@ -1,6 +1,7 @@
 """The rungs of benchmarks/ladder.py: what it runs, and what each is compared with."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ class Rung:
         table: where it stands in the report.
         flags: on top of the configuration's.
         batch: samples of a step, over all ranks.
-        needs: of the machine, a key of MISSING.
+        needs: of the machine, a key of MISSING, or a number of GPUs: `2 GPUs`.
     """
 
     table: str
@@ -31,10 +32,11 @@ class Rung:
         return f"{self.table}: {self.name}"
 
 
-# The baseline has none of what the rungs switch on.
+# The baseline has none of what the rungs switch on. Its attention is the one that we would take: with the plain formula
+# a large section does not fit into a GPU.
 PLAIN = (
     "--num_data_workers=0", "--read_depth=None", "--data_loader_config=pytorch", "--no_tf32", "--amp_mode=none",
-    "--no_enable_fused", "--no_enable_jit", "--attention=math", "--activation_checkpoint=none", "--mlp_chunks=1",
+    "--no_enable_fused", "--no_enable_jit", "--attention=auto", "--activation_checkpoint=none", "--mlp_chunks=1",
     "--accumulation_steps=1",
 )  # fmt: skip
 WORKERS = ("--num_data_workers=4",)
@@ -42,13 +44,13 @@ STEPS = {  # in the order of the tutorial
     "workers": WORKERS,
     "prefetch": (*WORKERS, "--read_depth=16"),
     "TF32": ("--tf32",),
-    "attention": ("--attention=auto",),
     "fused": ("--enable_fused",),
     "bf16": ("--amp_mode=bf16",),
     "compile": ("--enable_jit",),
 }
 ALONE = {
     **STEPS,
+    "plain attention": ("--attention=math",),
     "DALI": (*WORKERS, "--data_loader_config=dali"),
     "fp16": ("--amp_mode=fp16",),
     "checkpoint blocks": ("--activation_checkpoint=block",),
@@ -66,19 +68,20 @@ MISSING = {
     "more ranks": "needs --nproc 2 or more",
     "4 ranks": "needs --nproc 4, or 8, 12, ...",
     "2 samples": "needs two samples in a batch, or four, or six, ...",
-    "2 GPUs": "needs two GPUs or more",
     "TF32": "needs an NVIDIA GPU with tensor cores (Ampere or later)",
     "fp16": "a CPU only imitates fp16, many times slower",
 }
 
 
 def lacks(needs: str | None, ranks: int = 1) -> str | None:
-    """Return what the machine has not, in words; None where it has it."""
+    """Return what the machine has not, in words; None where it has all that `ranks` ranks need."""
     gpus = torch.cuda.device_count()
     if 0 < gpus < ranks and "SLURM_JOB_ID" not in os.environ:
         return f"needs {ranks} GPUs, and here are {gpus}"
+    if needs and needs.endswith(" GPUs"):  # in this node
+        return None if gpus >= int(needs.split()[0]) else f"needs {needs}, and here are {gpus}"
     has_tf32 = gpus > 0 and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)
-    there = {None: True, "a GPU": gpus > 0, "2 GPUs": gpus > 1, "TF32": has_tf32, "fp16": gpus > 0}
+    there = {None: True, "a GPU": gpus > 0, "TF32": has_tf32, "fp16": gpus > 0}
     return None if there.get(needs) else MISSING[needs]
 
 
@@ -99,44 +102,51 @@ def all_rungs(nproc: int, batch: int) -> list[Rung]:
     rungs += [graphs, Rung("alone", "twice the batch", PLAIN, 2 * batch, "steps: baseline")]
     if nproc == 1:
         return [*rungs, Rung("weak scaling", "2 ranks", flags, 2 * batch, ranks=2, needs="more ranks")]
+    return [*rungs, *_scaling(nproc, batch, flags), *_data_parallel(nproc, batch, flags), *_grids(nproc, batch, flags)]
 
+
+def _scaling(nproc: int, batch: int, flags: tuple[str, ...]) -> Iterator[Rung]:
     counts = [2**i for i in range(nproc.bit_length()) if 2**i < nproc] + [nproc]
     for table, grows in (("weak scaling", True), ("strong scaling", False)):
         for n in counts:
             first = f"{table}: 1 rank" if n > 1 else None
             name = "1 rank" if n == 1 else f"{n} ranks"
-            rungs.append(Rung(table, name, flags, batch * n if grows else batch, first, ranks=n))
-    ddp = f"weak scaling: {nproc} ranks"
+            yield Rung(table, name, flags, batch * n if grows else batch, first, ranks=n)
+
+
+def _data_parallel(nproc: int, batch: int, flags: tuple[str, ...]) -> Iterator[Rung]:
+    table, ddp, batch = "data parallel", f"weak scaling: {nproc} ranks", batch * nproc
     for name, more in {
         "one bucket": ("--bucket_cap_mb=1048576",),  # gradients leave when the backward pass is over
         "buckets of 1 MiB": ("--bucket_cap_mb=1",),
         "no broadcast of buffers": ("--disable_broadcast_buffers",),
         "no gradients sent": ("--noddp",),
     }.items():
-        rungs.append(Rung("data parallel", name, (*flags, *more), batch * nproc, ddp, ranks=nproc))
+        yield Rung(table, name, (*flags, *more), batch, ddp, ranks=nproc)
     # DataParallel copies the model in each step, which cannot be compiled, and its threads know no bf16.
-    plain = (*flags, "--no_enable_jit", "--amp_mode=none")
-    rungs.append(Rung("data parallel", "not compiled", plain, batch * nproc, ddp, ranks=nproc, needs="2 GPUs"))
-    script, below = DATA_PARALLEL, rungs[-1].key
-    rungs.append(Rung("data parallel", "DataParallel", plain, batch * nproc, below, script, needs="2 GPUs"))
+    plain, needs = (*flags, "--no_enable_jit", "--amp_mode=none"), f"{nproc} GPUs"
+    yield Rung(table, "not compiled", plain, batch, ddp, ranks=nproc, needs=needs)
+    mine = (*plain, f"--gpus={nproc}")
+    yield Rung(table, "DataParallel", mine, batch, f"{table}: not compiled", DATA_PARALLEL, needs=needs)
 
-    tp, cp = f"--tensor_parallel={nproc}", f"--context_parallel={nproc}"
-    grids = {
-        "1 rank": (),
-        f"tp {nproc}": (tp,),
-        f"tp {nproc}, no sequence parallelism": (tp, "--no_sequence_parallel"),
-        f"cp {nproc}": (cp,),
-        f"cp {nproc}, Ulysses": (cp, "--cp_attention=ulysses"),
-    }
-    both = ("--tensor_parallel=2", f"--context_parallel={nproc // 2}")
-    orders = {
-        f"tp 2 x cp {nproc // 2}, {order}": (*both, f"--parallel_order={order}") for order in ("tp-cp-dp", "cp-tp-dp")
-    }
-    for name, more in (grids | orders).items():
-        one = "model parallel: 1 rank" if more else None
-        ranks, needs = nproc if more else 1, "4 ranks" if name in orders and nproc % 4 else None
-        rungs.append(Rung("model parallel", name, (*flags, *more), batch, one, "train_mp.py", ranks, needs))
-    return rungs
+
+def _grids(nproc: int, batch: int, flags: tuple[str, ...]) -> Iterator[Rung]:
+    tp, cp, both = f"tp {nproc}", f"cp {nproc}", f"tp 2 x cp {nproc // 2}"
+    of_tp, of_cp = f"--tensor_parallel={nproc}", f"--context_parallel={nproc}"
+    of_both = ("--tensor_parallel=2", f"--context_parallel={nproc // 2}")
+    first, second = (f"--parallel_order={order}" for order in ("tp-cp-dp", "cp-tp-dp"))
+    table, script = "model parallel", "train_mp.py"
+    yield Rung(table, "1 rank", flags, batch, script=script)
+    for name, below, more in (  # each kind over one rank, and another way to do it over the first
+        (tp, "1 rank", (of_tp,)),
+        (f"{tp}, no sequence parallelism", tp, (of_tp, "--no_sequence_parallel")),
+        (cp, "1 rank", (of_cp,)),
+        (f"{cp}, Ulysses", cp, (of_cp, "--cp_attention=ulysses")),
+        (f"{both}, tp-cp-dp", "1 rank", (*of_both, first)),
+        (f"{both}, cp-tp-dp", f"{both}, tp-cp-dp", (*of_both, second)),
+    ):
+        needs = "4 ranks" if name.startswith(both) and nproc % 4 else None
+        yield Rung(table, name, (*flags, *more), batch, f"{table}: {below}", script, nproc, needs)
 
 
 def chosen(rungs: list[Rung], names: list[str] | None) -> list[Rung]:

@@ -13,10 +13,11 @@ import pytest
 from torch import nn
 
 import train
+from benchmarks import call as calls
 from benchmarks import ladder, ladder_report
 from benchmarks.call import call, reason
 from benchmarks.ladder_runs import Runs, evaluate, noise
-from benchmarks.rungs import DATA_PARALLEL, Rung, all_rungs, chosen
+from benchmarks.rungs import DATA_PARALLEL, all_rungs, chosen, lacks
 from tests.helpers import ROOT, losses, run_folder, run_here, tiny_flags
 from utils import launch
 
@@ -46,8 +47,8 @@ def test_each_rung_stands_on_one_above_it():
 
 def test_words_choose_rungs_and_what_they_stand_on(monkeypatch):
     monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: 0)
-    names = [rung.name for rung in chosen(RUNGS, ["attention"]) if rung.table == "steps"]
-    assert names == ["baseline", "the same again", "+ prefetch", "+ TF32", "+ attention"]  # TF32 needs a GPU
+    names = [rung.name for rung in chosen(RUNGS, ["fused"]) if rung.table == "steps"]
+    assert names == ["baseline", "the same again", "+ prefetch", "+ TF32", "+ fused"]  # TF32 needs a GPU
     with pytest.raises(ValueError, match="no rung is called 'atention'"):
         chosen(RUNGS, ["atention"])
 
@@ -58,7 +59,7 @@ def runs(tmp_path):
     found = Runs(tmp_path / "runs.jsonl", {"flags": []})
     speeds = {
         "steps: baseline": (10, 12, 11), "steps: the same again": (10.5, 12.4, 11.5), "steps: + workers": (20, 22, 24),
-        "steps: + prefetch": (20, 23, 23), "steps: + attention": (21, 23.5, 23.5), "alone: bf16": (30, 36, 33),
+        "steps: + prefetch": (20, 23, 23), "steps: + fused": (21, 23.5, 23.5), "alone: bf16": (30, 36, 33),
     }  # fmt: skip
     for key, values in speeds.items():
         for number, speed in enumerate(values):
@@ -66,6 +67,10 @@ def runs(tmp_path):
             found.add(next(rung for rung in RUNGS if rung.key == key), number, result(speed, losses))
     found.add(next(rung for rung in RUNGS if rung.key == "steps: + TF32"), 0, {"skipped": "no tensor cores"})
     return found
+
+
+def measured_of(runs):
+    return {key: line for key, line in runs.done.items() if "losses" in line}
 
 
 def rows_of(runs):
@@ -78,23 +83,29 @@ def test_gains_and_their_noise(runs):
     assert workers["samples_per_sec"] == 22 and workers["range"] == [20, 24]
     assert workers["gain"] == 2 and workers["gain_range"] == [22 / 12, 24 / 11] and not workers["is_noise"]
     assert rows["steps: + prefetch"]["is_noise"]  # the range holds 1
-    assert rows["steps: + attention"]["below"] == "+ prefetch"  # not TF32, which was skipped
-    assert rows["steps: + attention"]["is_noise"]  # above 1 each time, but no more than the baseline to itself
+    assert rows["steps: + fused"]["below"] == "+ prefetch"  # not TF32, which was skipped
+    assert rows["steps: + fused"]["is_noise"]  # above 1 each time, but no more than the baseline to itself
     assert rows["alone: bf16"]["gain"] == 3 and rows["alone: bf16"]["loss_change"] == pytest.approx(2e-3)
     assert rows["steps: + workers"]["loss_change"] == 0 and workers["compile_sec"] == 2
     assert (
-        rows["steps: + TF32"]["without"] == "skipped: no tensor cores"
-        and rows["steps: + fused"]["without"] == "not run"
+        rows["steps: + TF32"]["without"] == "skipped: no tensor cores" and rows["steps: + bf16"]["without"] == "not run"
     )
+
+
+ABOUT = {"config": "demo", "device": "a <CPU>", "cores": 2, "torch": "2.13", "commit": "abc"}
 
 
 def test_what_is_written(runs, tmp_path):
     rows = evaluate(RUNGS, runs)
-    ladder_report.write(tmp_path / "ladder_demo.json", rows, {"config": "demo", "device": "a <CPU>"})
+    ladder_report.write(tmp_path / "ladder_demo.json", rows, ABOUT)
     record = json.loads((tmp_path / "ladder_demo.json").read_text())
     assert record["figures"]["gain of steps: + workers"] == 2 and record["rungs"] == rows
     table = (tmp_path / "ladder_demo.md").read_text()
-    assert "+ workers | 22.0 | 2.00 | 1.83 to 2.18 |" in table and "+ TF32 | skipped: no tensor cores |" in table
+    assert table.startswith("a <CPU>, 2 cores, PyTorch 2.13, commit abc: `python ")
+    assert (
+        "+ workers | 22.0 | 2.00 | baseline | 1.83 to 2.18 |" in table
+        and "+ TF32 | skipped: no tensor cores |" in table
+    )
     assert '| <a id="ladder-demo-steps-workers"></a>+ workers |' in table
     assert "1.00, noise" in table
     assert (tmp_path / "ladder_demo.png").read_bytes().startswith(b"\x89PNG")
@@ -110,7 +121,7 @@ def test_what_is_written(runs, tmp_path):
 
 def test_runs_of_another_ladder_are_not_mixed(runs, tmp_path):
     again = Runs(tmp_path / "runs.jsonl", {"flags": []})
-    assert again.done == runs.done
+    assert again.done == measured_of(runs)
     with pytest.raises(ValueError, match=r"another ladder \(flags changed\)"):
         Runs(tmp_path / "runs.jsonl", {"flags": ["--depth=3"]})
 
@@ -139,7 +150,7 @@ def test_what_failed_is_tried_again(runs, tmp_path):
 
 @pytest.mark.parametrize(
     "ranks, gpus, nodes, share",
-    [(1, 4, 2, "1 1 64"), (4, 4, 2, "1 4 16"), (8, 4, 2, "2 8 16"), (2, 0, 2, "2 2 64"), (8, 0, 2, "2 8 16")],
+    [(1, 4, 2, "1 1 1 64"), (4, 4, 2, "1 4 4 16"), (8, 4, 2, "2 8 4 16"), (2, 0, 2, "2 2 1 64"), (8, 0, 2, "2 8 4 16")],
 )
 def test_inside_a_job_srun_starts_the_ranks(monkeypatch, ranks, gpus, nodes, share):
     """Nodes are filled one after another, where there are GPUs, and each rank has its part of the cores."""
@@ -147,12 +158,16 @@ def test_inside_a_job_srun_starts_the_ranks(monkeypatch, ranks, gpus, nodes, sha
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(ladder.shutil, "which", lambda name: "/usr/bin/srun")
-    monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda: gpus)
-    command, env = ladder.launch(Rung("steps", "x", (), 8, ranks=ranks))
+    monkeypatch.setattr(calls.shutil, "which", lambda name: "/usr/bin/srun")
+    monkeypatch.setattr(calls.torch.cuda, "device_count", lambda: gpus)
+    command, env = calls.launch("train.py", ranks)
     assert command[0] == "srun" and "--overlap" in command and command[-1] == "train.py"
     values = [part.split("=")[1] for part in command if part.startswith(("--nodes", "--ntasks", "--cpus"))]
     assert " ".join(values) == share and env["OMP_NUM_THREADS"] == share.split()[-1]
+    assert calls.all_devices() == max(gpus, 1) * nodes and "--gpus-per-node" not in " ".join(command)
+    monkeypatch.setenv("SLURM_GPUS", "8")  # of all nodes: a step on one of them would wait for them
+    command, env = calls.launch("train.py", ranks)
+    assert f"--gpus-per-node={gpus}" in command and "SLURM_GPUS" not in env
 
 
 def test_data_parallel_is_train_py_with_another_wrapper(tiny, monkeypatch):
@@ -168,10 +183,11 @@ def test_data_parallel_is_train_py_with_another_wrapper(tiny, monkeypatch):
 
 
 def test_half_a_line_of_an_interrupted_ladder_is_forgotten(runs, tmp_path):
+    Runs(tmp_path / "runs.jsonl", {"flags": []})  # without what was skipped
     whole = (tmp_path / "runs.jsonl").read_text()
     with (tmp_path / "runs.jsonl").open("a") as file:
         file.write('{"rung": "steps: + compile", "rou')
-    assert Runs(tmp_path / "runs.jsonl", {"flags": []}).done == runs.done
+    assert Runs(tmp_path / "runs.jsonl", {"flags": []}).done == measured_of(runs)
     assert (tmp_path / "runs.jsonl").read_text() == whole
     (tmp_path / "empty.jsonl").write_text('{"fla')
     assert Runs(tmp_path / "empty.jsonl", {"flags": []}).done == {}
@@ -197,6 +213,38 @@ def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         call(["bash", "-c", command], dict(os.environ), 1)
     assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
+
+
+def test_a_shell_on_another_machine_is_refused(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    with pytest.raises(ValueError, match="job 7 runs elsewhere than this shell"):
+        ladder.main(["--config=demo"])
+
+
+@pytest.mark.parametrize("flags, words", [(["--nproc=0"], "nproc is 0: it takes 1"), (["--iterations=4"], "takes 5")])
+def test_numbers_that_make_no_ladder(flags, words):
+    with pytest.raises(ValueError, match=words):
+        ladder.main(["--config=demo", *flags])
+
+
+def test_a_baseline_that_does_not_run_ends_the_ladder(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "run", lambda *args: {"failed": "no memory"})
+    with pytest.raises(ValueError, match=r"the baseline has no figures \(failed: no memory\): give flags"):
+        ladder.main([*tiny_flags(tiny)[:6], "--json", str(tmp_path / "out.json")])
+
+
+def test_what_the_model_cannot_do_is_skipped(tiny, tmp_path):
+    rung = next(rung for rung in all_rungs(2, 3) if rung.name == "baseline")
+    found = ladder.run(rung, [*tiny_flags(tiny)[:6], "--dt=99"], 5, 99, tmp_path / "runs", 60)
+    assert found["skipped"].startswith("train.py: error: ") and "dt" in found["skipped"]
+
+
+def test_data_parallel_needs_the_gpus_of_one_node(monkeypatch):
+    needs = next(rung.needs for rung in all_rungs(4, 8) if rung.script == DATA_PARALLEL)
+    for gpus, missing in ((0, "needs 4 GPUs, and here are 0"), (2, "needs 4 GPUs, and here are 2"), (4, None)):
+        monkeypatch.setattr(ladder.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert lacks(needs) == missing
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.profiler import profile
 from utils.config import Config
 from utils.launch import Ended, Refused, World
 from utils.model_summary import Layer
-from utils.profiling import MemoryWatch
+from utils.profiling import MemoryWatch, synchronize
 from utils.run_costs import RunCosts
 from utils.step_profile import StepProfiler, activities
 from utils.system_watch import harmless
@@ -49,7 +49,7 @@ class Observers:
         folder: Path,
         report: Any | None,
     ):
-        self.config, self.report = config, report
+        self.config, self.device, self.report = config, device, report
         self.steps, self.seconds = 0, 0.0  # of this process; and what it took to look at them
         self.epoch_length = len(data.train_loader)
         self.costs: RunCosts | None = None
@@ -106,7 +106,8 @@ class Observers:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Take the time of what is no training."""
+        """Take the time of what is no training. A GPU first does what training has asked of it."""
+        synchronize(self.device)
         begin = time.perf_counter()
         with span("profiling"):
             yield

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,11 @@ def peak_flops(device: torch.device, amp_mode: str, tf32: bool) -> tuple[float, 
         if known and dtype != torch.float64:
             column = 2 if dtype != torch.float32 else int(tf32)
             return DATASHEET_TFLOPS[known][column] * 1e12, f"datasheet, {known}"
-    return measured_peak(device, dtype), f"measured matmul, {str(dtype).removeprefix('torch.')}"
+    speed = measured_peak(device, dtype)
+    if device.type == "cuda":  # its matrices are no memory of the run
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return speed, f"measured matmul, {str(dtype).removeprefix('torch.')}"
 
 
 def known_device(name: str) -> str | None:
@@ -124,7 +129,8 @@ def peak_memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource  # not on every platform
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def memory_gb(device: torch.device) -> float:

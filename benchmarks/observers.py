@@ -50,18 +50,20 @@ def measure(bench: Bench) -> dict[str, list[float]]:
     """Return the overhead of each pair, and the seconds that profiles of a step take."""
     bench.is_timed = False
     clock = timeline.start_timeline(bench.device, bench.model)
-    timeline.tell_of_gradients(bench.model)  # as on several ranks
     steps(bench)
     found: dict[str, list[float]] = {"report_overhead": [], "profile_sec": []}
     for number in range(PAIRS):
         seconds = {}
         for is_on in (True, False) if number % 2 else (False, True):
             timeline.timeline = clock if is_on else None
+            hooks = timeline.tell_of_gradients(bench.model) if is_on else []  # as on several ranks
             watch = SystemWatch(bench.device) if is_on else None
             seconds[is_on] = steps(bench)
             if watch:
                 clock.take()
                 watch.close()
+            for hook in hooks:
+                hook.remove()
         found["report_overhead"].append(seconds[True] / seconds[False] - 1)
     timeline.stop_timeline()
     known = {"weights": list(bench.model.parameters())}

@@ -196,12 +196,12 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 120) -> list[subp
 
     A rank that hangs is killed and fails the test.
     """
-    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = clean_environment(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     end = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         files = [[Path(folder, f"{rank}.{kind}") for kind in ("out", "err")] for rank in range(ranks)]
         processes = [
-            SERVER.Process(target=_be_rank, args=(command, {**place, "RANK": str(r), "LOCAL_RANK": str(r)}, *files[r]))
+            SERVER.Process(target=_be_rank, args=(command, {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, *files[r]))
             for r in range(ranks)
         ]
         try:
@@ -218,10 +218,10 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 120) -> list[subp
                 process.kill()
 
 
-def _be_rank(command: list[str], place: dict[str, str], out: Path, err: Path) -> None:
+def _be_rank(command: list[str], env: dict[str, str], out: Path, err: Path) -> None:
     """Do in this process what `python command` does in a new one."""
     os.environ.clear()
-    os.environ.update(clean_environment(**place))
+    os.environ.update(env)
     for number, file in ((1, out), (2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)

@@ -56,12 +56,12 @@ class Ranks:
     """The ranks of a run, each a process. The faults are called on each of them before it starts."""
 
     def __init__(self, grid: Grid, argv: list[str], log: Path, faults: tuple[Callable[[], None], ...] = ()):
-        place = {"WORLD_SIZE": str(grid.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env = clean_environment(WORLD_SIZE=str(grid.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         self.log = log
         self.processes = [
             SERVER.Process(
                 target=_run_rank,
-                args=(grid.script, [*argv, *grid.argv], {**place, "RANK": str(r), "LOCAL_RANK": str(r)}, log, faults),
+                args=(grid.script, [*argv, *grid.argv], {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, log, faults),
             )
             for r in range(grid.ranks)
         ]
@@ -90,9 +90,9 @@ class Ranks:
                 process.kill()
 
 
-def _run_rank(script: str, argv: list[str], place: dict[str, str], log: Path, faults: tuple) -> None:
+def _run_rank(script: str, argv: list[str], env: dict[str, str], log: Path, faults: tuple) -> None:
     os.environ.clear()
-    os.environ.update(clean_environment(**place))
+    os.environ.update(env)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)

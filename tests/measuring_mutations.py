@@ -122,7 +122,7 @@ MUTATIONS = [
     ("benchmarks/ladder_runs", "same = all(", "same = any(", "ladder -k identical"),
     ("benchmarks/ladder_runs", "math.log(statistics.median(ratios))", "math.log(max(ratios))", "ladder -k identical"),
     ("benchmarks/rungs", "if batch % 2 else", "if False else", "ladder -k stands_on"),
-    ("benchmarks/data_parallel", "nn.DataParallel(model)", "model", "ladder -k wrapper"),
+    ("benchmarks/data_parallel", "nn.DataParallel(model, list(range(args.gpus)))", "model", "ladder -k wrapper"),
     ("benchmarks/ladder_runs", 'if "failed" not in run]', "]", "ladder -k tried_again"),
     ("benchmarks/call", "        start_new_session=True,\n", "", "ladder -k nothing_is_left"),
     ("benchmarks/call", '"ChildFailedError" not in line', "True", "ladder -k why"),

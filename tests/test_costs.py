@@ -20,6 +20,7 @@ from utils.step_profile import (
     covered,
     memory_blocks,
     memory_moments,
+    most_of_parts,
     own_times,
     parts_at_peak,
     timeline,
@@ -115,7 +116,9 @@ def test_what_memory_is_for():
         ("weights", 64), ("weights", 128), ("activations", 8), ("temporary", 4), ("gradients", 2), ("temporary", 16),
         ("optimizer", 32), ("temporary", 1),
     ]  # fmt: skip
-    assert parts_at_peak(blocks) == {"weights": 192, "gradients": 2, "optimizer": 32}
+    peak = {"weights": 192, "optimizer": 32, "gradients": 2, "activations": 0, "temporary": 0}
+    assert parts_at_peak(blocks) == peak and list(parts_at_peak(blocks))[:3] == list(peak)[:3]
+    assert most_of_parts(blocks) == peak | {"activations": 8, "temporary": 16}
     moments, parts = timeline(blocks)
     assert moments[:2] == [0, 0.001] and parts["weights"][0] == 192 and parts["activations"][0] == 8
     assert parts["weights"][-1] == 128 and parts["temporary"][-1] == 1
@@ -185,7 +188,9 @@ def test_the_files_of_a_report(tiny):
     assert all(row["cores"] > 0 and row["memory_gb"] > 0.1 for row in report["system"])
     memory = {row["part"]: row["bytes"] for row in report["memory"]}
     rest = {memory.pop(part) for part in ("sum", "process")}
-    assert set(memory) >= {"weights", "optimizer"} and min(rest) == sum(memory.values()) < max(rest)
+    assert set(memory) >= {"weights", "gradients", "optimizer", "activations"} and min(rest) == sum(
+        memory.values()
+    ) < max(rest)
     assert json.loads((folder / "report/step_trace.json").read_text())["traceEvents"]
     log = (folder / "out.log").read_text()
     for words in (

@@ -1,6 +1,8 @@
 """What looks at a run never ends it: whatever fails there is a warning."""
 
 import json
+import subprocess
+import sys
 import time
 from unittest import mock
 
@@ -89,6 +91,7 @@ def test_short_runs(tiny, flags):
     report = json.loads((folder / "report/report.json").read_text())
     steps = len(losses(folder))
     assert ("operators" in report) == (steps > 1)
+    assert report["verdict"].startswith("This run is bound by " if steps > 1 else "No step but the first")
     setup = [row["seconds"] for row in report["time"] if row["part"] == "setup"]
     forward = [row["seconds"] for row in report["time"] if row["part"] == "forward"]
     assert setup[0] > 0 and not any(setup[1:]) and (sum(forward) > 0) == (steps > 1)
@@ -123,13 +126,35 @@ def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
         raise RuntimeError("NVML: not supported")
 
     monkeypatch.setattr(system_watch, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": power})
-    monkeypatch.setattr(psutil, "net_io_counters", lambda: None)
+    monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: {"lo": None})
     monkeypatch.setattr(system_watch, "INTERVAL", 0.01)
     watch = SystemWatch(torch.device("cuda"))
     time.sleep(0.2)
     found = watch.take()
     watch.close()
     assert found["gpu_use"] == 0.5 and len(asked) == 1 and not {"joules", "sent_gb"} & set(found)
+
+
+def test_an_epoch_shorter_than_a_look_has_the_one_before(monkeypatch):
+    monkeypatch.setattr(system_watch, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": lambda device: 100.0})
+    watch = SystemWatch(torch.device("cuda"))
+    time.sleep(0.1)
+    found = [watch.take() for _ in range(3)]
+    watch.close()
+    assert all(one["gpu_use"] == 0.5 and one["joules"] == 100 * one["seconds"] for one in found)
+
+
+def test_memory_is_that_of_the_readers_too():
+    watch = SystemWatch(torch.device("cpu"))
+    watch.close()
+    alone = watch.take()["memory_gb"]
+    code = "held = b'x' * 2**28; print('there', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as reader:
+        reader.stdout.readline()
+        both = watch.take()["memory_gb"]
+        reader.communicate(b"\n")
+    assert 0.25 < both - alone < 0.35
 
 
 def test_energy(tiny, monkeypatch):

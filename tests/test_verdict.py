@@ -1,14 +1,18 @@
 """The verdict: what bounds a run, on runs that are made to be bound by it."""
 
+import dataclasses
 import json
 import re
 
 import pytest
+import torch
 
-from tests.helpers import ROOT, run_folder, run_ranks, tiny_flags
+from networks.vit import ViT
+from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags
 from utils.config import Config
+from utils.device import has_bf16
 from utils.time_report import PARTS
-from utils.verdict import BOUNDS, Measured, advice, verdict
+from utils.verdict import BOUNDS, Measured, advice, memory_advice, verdict
 
 LIGHT = ["--num_iters", "6", "--report", "--checkpoint_every", "None"]
 COMPILED = ["--enable_jit", "--tensor_parallel=2"]
@@ -23,7 +27,7 @@ HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
         ("slow disk", 1, "train.py", LIGHT, "reading", "--num_data_workers"),
         ("slow copies", 1, "train.py", LIGHT, "copying", "--enable_jit"),
         ("nothing", 1, "train.py", TINIEST, "launching", "--enable_jit"),
-        ("nothing", 1, "train.py", HEAVY, "computing", "--enable_jit"),
+        ("nothing", 1, "train.py", HEAVY, "computing", "bf16" if has_bf16(torch.device("cpu")) else "--enable_jit"),
         ("slow rank", 2, "train.py", LIGHT, SLOWEST, "rank 1"),
         ("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),
         ("slow collectives", 2, "train_mp.py", [*LIGHT, "--tensor_parallel=2"], "communicating", "--tensor_parallel"),
@@ -55,7 +59,14 @@ def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):
 def measured(parts: dict[str, list[float]], steps: list | None = None, **more) -> Measured:
     """What was measured on some ranks in two iterations; the other parts took no time."""
     (ranks,) = {len(seconds) for seconds in parts.values()}
-    how = {"on_gpu": False, "is_recorded": False, "is_blind": False, "is_direct": True, "cores": 8} | more
+    how = {
+        "on_gpu": False,
+        "is_recorded": False,
+        "is_blind": False,
+        "is_direct": True,
+        "has_bf16": False,
+        "cores": 8,
+    } | more
     seconds = {part: parts.get(part, [0.0] * ranks) for part in PARTS}
     return Measured(seconds, steps or [(99.0, 0.0)] * ranks, 2, **how)
 
@@ -109,6 +120,49 @@ def test_a_verdict_in_words():
         "device's peak. Next comes reading, with 40%. To try: more ranks: this one is busy with what it has to do. "
         "44% of the run was no training, but validation."
     )
+
+
+def test_a_run_of_one_step_has_no_verdict():
+    found = dataclasses.replace(measured({"other": [1.0]}), iterations=0)
+    assert verdict(found, Config()).startswith("No step but the first one of this process was done")
+
+
+def test_what_is_tried_first_where_operators_work():
+    found, plain = measured({"forward": [1.0]}, has_bf16=True), Config(attention="math", enable_fused=True)
+    first = [text.split()[0].rstrip(",") for text in advice("computing", found, plain)]
+    assert first == ["--amp_mode", "--attention", "--enable_jit", "more"]
+
+
+def test_what_takes_less_memory():
+    config = Config(global_batch_size=8, attention="math", context_parallel=2).with_batches(1)
+    assert list(memory_advice(2.0, 1.0, config)) == [
+        "--attention auto", "--accumulation_steps 2", "--activation_checkpoint block",
+        "--context_parallel 4 of train_mp.py",
+    ]  # fmt: skip
+    small = Config(global_batch_size=1, activation_checkpoint="block").with_batches(1)
+    assert list(memory_advice(2.0, 1.0, small)) == ["--context_parallel 2 of train_mp.py"]
+    assert list(memory_advice(1.0, 2.0, small)) == ["--tensor_parallel 2 of train_mp.py"]
+
+
+def test_who_runs_out_of_memory_learns_what_filled_it(tiny, monkeypatch):
+    forward, steps = ViT.forward, []
+
+    def full(self, x):
+        steps.append(1)
+        if len(steps) > 6:  # in the second epoch
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        return forward(self, x)
+
+    monkeypatch.setattr(ViT, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run_here(tiny_flags(tiny))
+    (told,) = caught.value.__notes__
+    assert re.fullmatch(
+        r"Out of memory on rank 0, with GiB of weights 0\.00, gradients 0\.00, optimizer 0\.00, activations [\d.]+\. "
+        r"To try: --accumulation_steps 2, then --activation_checkpoint block, then .*",
+        told,
+    )
+    assert told in (run_folder(tiny_flags(tiny)) / "out.log").read_text()
 
 
 @pytest.mark.parametrize("bound", BOUNDS)

@@ -48,6 +48,12 @@ class Curves:
             for board in self.boards:
                 board.add_image(name, pixels, step, dataformats="HWC")
 
+    def text(self, name: str, text: str, step: int) -> None:
+        """Add a text, in Markdown."""
+        with self.if_there_is_room():
+            for board in self.boards:
+                board.add_text(name, text, step)
+
     def sync(self) -> None:
         """Bring TensorBoard's to the disk: what failed before is opened anew. Any thread may call this."""
         with self.if_there_is_room():

@@ -1,6 +1,7 @@
 """The device of a rank, and what it can do."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -38,6 +39,14 @@ def allocator_settings(expandable_segments: bool, device: torch.device) -> str:
     if given := [f"{name}={os.environ[name]}" for name in names if name in os.environ]:
         return " ".join(given)
     return EXPANDABLE if expandable_segments and "MI300A" not in torch.cuda.get_device_name(device) else ""
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether the device multiplies matrices of bfloat16, and does not merely imitate it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    processor = Path("/proc/cpuinfo")  # Linux has it; elsewhere nobody knows
+    return processor.exists() and "bf16" in processor.read_text()
 
 
 def allow_tf32(allowed: bool) -> None:

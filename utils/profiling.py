@@ -183,15 +183,23 @@ class MemoryWatch:
             "optimizer": [value for value in moments if isinstance(value, Tensor)],
         }
 
+    def in_use(self) -> dict[str, float]:
+        """Return the memory of each part now, in GiB: what does not last counts as activations."""
+        parts = self._lasting()
+        return parts | {"activations": max(memory_gb(self.device) - sum(parts.values()), 0.0)}
+
+    def _lasting(self) -> dict[str, float]:
+        return {
+            name: sum(t.numel() * t.element_size() for t in tensors) / 2**30 for name, tensors in self.tensors().items()
+        }
+
     def parts(self) -> dict[str, float]:
         """Return the memory of each part in GiB; on a CPU, activations and peak are what the process grew to.
 
         Activations are what the first forward pass leaves for the backward pass. `cached` is what a GPU's allocator
         holds beyond the tensors.
         """
-        parts = {
-            name: sum(t.numel() * t.element_size() for t in tensors) / 2**30 for name, tensors in self.tensors().items()
-        }
+        parts = self._lasting()
         parts |= {"activations": self.activations or 0.0, "peak": peak_memory_gb(self.device)}
         if self.device.type == "cuda":
             parts["cached"] = cached_gb(self.device)

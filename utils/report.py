@@ -72,7 +72,7 @@ class Report:
         terminal, file = self.handlers
         close_log([terminal])
         if error is not None and not isinstance(error, Ended):
-            logging.error("%s: %s", type(error).__name__, error)
+            logging.error("%s: %s", type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]))
         close_log([file])
 
     def describe(self, model: nn.Module) -> None:
@@ -201,6 +201,10 @@ class Report:
             names = set(record) - {"event", "epoch", "iteration", "seconds"}
             curves = {f"System/{name}": record[name] for name in sorted(names)}
         self.curves.scalars(curves, record["iteration"])
+
+    def tables(self, lines: list[str], step: int) -> None:
+        """Show lines that are laid out already, as text beside the curves."""
+        self.curves.text("Report", "\n".join(f"    {line}" for line in lines), step)
 
     def result(self) -> None:
         """Log the last validation, channel by channel."""

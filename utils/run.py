@@ -31,6 +31,7 @@ from utils.run_folder import RunFolder, open_run_folder
 from utils.stop import StopRequests
 from utils.timeline import span
 from utils.training_state import TrainingState
+from utils.verdict import out_of_memory
 from utils.weather_data import WeatherData
 
 
@@ -65,6 +66,7 @@ class Run:
         self.is_first_epoch = True  # of this process
         self.report = None  # a Report, on rank 0
         self.checkpointer: Checkpointer | None = None
+        self.memory: MemoryWatch | None = None
         self.observers: Observers | None = None
         found: list[RunFolder | None] = [None]
         with all_ranks_agree():
@@ -82,6 +84,8 @@ class Run:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         together = kind is None or issubclass(kind, (Ended, Refused))  # all ranks leave here
+        if isinstance(error, torch.OutOfMemoryError) and self.memory:
+            error.add_note(out_of_memory(self.world.rank, self.memory.in_use(), self.config))
         if self.checkpointer and together:
             self.requests.close()
             self.checkpointer.wait()

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 from utils.config import Config
+from utils.device import has_bf16
 from utils.launch import World
 from utils.model_summary import Layer, summary_table
 from utils.profiling import cached_gb, peak_memory_gb
-from utils.step_profile import StepProfile, parts_at_peak
+from utils.step_profile import StepProfile, most_of_parts, parts_at_peak
 from utils.system_watch import SystemWatch, cores_in_reach, harmless
 from utils.time_report import TimeReport
 from utils.timeline import span, stop_timeline
@@ -109,9 +110,11 @@ class RunCosts:
             self.system.close()
 
     def show(self) -> None:
-        """Log all tables, and write them. On rank 0."""
-        for line in self.lines():
+        """Log all tables, show them in TensorBoard, and write them. On rank 0."""
+        lines = list(self.lines())
+        for line in lines:
             logging.info(line)
+        self.report.tables(lines, self.time.iteration)
         try:
             self.write()
             logging.info("  All of it as tables: %s", self.folder)
@@ -143,6 +146,7 @@ class RunCosts:
             is_recorded=is_recorded,
             is_blind=is_recorded or config.enable_jit and config.tensor_parallel * config.context_parallel > 1,
             is_direct=self.data.train_loader.is_direct,
+            has_bf16=has_bf16(self.device),
             cores=max(len(set.union(*together)) // len(together), 1),
             mfu=self.report.last.get("mfu"),
         )
@@ -161,15 +165,16 @@ class RunCosts:
         events = read_events(self.folder.parent / "metrics.jsonl")
         return [{name: event.get(name) for name in names} for event in events if event["event"] == "epoch"]
 
-    def _memory(self) -> dict[str, int]:
-        """Return the bytes of each part when a step needs most, their sum, and what to compare it with."""
-        parts = parts_at_peak(self.step.blocks)
-        parts["sum"] = sum(parts.values())
+    def _memory(self) -> list[dict[str, Any]]:
+        """Return the bytes of each part when a step needs most, and its own most; their sum, and what to compare."""
+        parts, most = parts_at_peak(self.step.blocks), most_of_parts(self.step.blocks)
+        rows = [{"part": part, "bytes": size, "most_bytes": most[part]} for part, size in parts.items()]
+        others = {"sum": sum(parts.values())}
         if self.device.type == "cuda":
-            parts |= {"allocator": self.step.peak, "cached": round(cached_gb(self.device) * 2**30)}
+            others |= {"allocator": self.step.peak, "cached": round(cached_gb(self.device) * 2**30)}
         else:
-            parts["process"] = round(peak_memory_gb(self.device) * 2**30)
-        return parts
+            others["process"] = round(peak_memory_gb(self.device) * 2**30)
+        return rows + [{"part": part, "bytes": size} for part, size in others.items()]
 
     def _system_table(self) -> Iterator[str]:
         names = {
@@ -192,7 +197,7 @@ class RunCosts:
             values = [epoch[name] for epoch in epochs if name in epoch]
             if values:
                 yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"
-        if self.device.type == "cuda" and "gpu_use" not in epochs[0]:
+        if self.device.type == "cuda" and not any("gpu_use" in epoch for epoch in epochs):
             yield "  The GPU does not tell its use; where nvidia-ml-py (on AMD amdsmi) is missing, pip install it"
 
     def _memory_table(self) -> Iterator[str]:
@@ -201,9 +206,11 @@ class RunCosts:
             "cached": "held by the allocator beyond the tensors, now",
             "process": "peak so far, libraries included",
         }
-        yield "Memory when a step needs most, GiB:"
-        for part, size in self._memory().items():
-            yield f"  {part:13} {size / 2**30:9.3f}  {meanings.get(part, '')}".rstrip()
+        yield "Memory when a step needs most, GiB, and each part when that is largest:"
+        for row in self._memory():
+            most = f"{row['most_bytes'] / 2**30:9.3f}" if "most_bytes" in row else ""
+            told = f"  {row['part']:13} {row['bytes'] / 2**30:9.3f} {most:9}  {meanings.get(row['part'], '')}"
+            yield told.rstrip()
 
     def _operator_table(self) -> Iterator[str]:
         step = self.step
@@ -224,7 +231,7 @@ class RunCosts:
             "model": [vars(layer) for layer in self.layers],
         }
         if step := self.step:
-            tables["memory"] = [{"part": part, "bytes": size} for part, size in self._memory().items()]
+            tables["memory"] = self._memory()
             tables["operators"] = [
                 {
                     "operator": name,

@@ -274,9 +274,14 @@ def timeline(blocks: list[Block]) -> tuple[list[float], dict[str, list[int]]]:
 
 
 def parts_at_peak(blocks: list[Block]) -> dict[str, int]:
-    """Return the bytes of each part at the moment when all of them are most, the largest first."""
+    """Return the bytes of each part at the moment when all of them together are most, the largest first."""
     moments, parts = timeline(blocks)
     totals = [sum(sizes) for sizes in zip(*parts.values())]
     peak = totals.index(max(totals))
-    found = {part: sizes[peak] for part, sizes in parts.items() if sizes[peak]}
+    found = {part: sizes[peak] for part, sizes in parts.items()}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def most_of_parts(blocks: list[Block]) -> dict[str, int]:
+    """Return the bytes of each part at the moment when it is largest."""
+    return {part: max(sizes) for part, sizes in timeline(blocks)[1].items()}

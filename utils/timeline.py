@@ -10,6 +10,7 @@ from functools import wraps
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 ELSEWHERE = "other"  # in no span
 
@@ -104,11 +105,12 @@ def start_timeline(device: torch.device, model: nn.Module) -> Timeline:
     return timeline
 
 
-def tell_of_gradients(model: nn.Module) -> None:
-    """Let a model tell when its forward pass begins, and when each of its gradients is complete."""
-    model.register_forward_pre_hook(lambda *_: timeline and timeline.model_begins())
+def tell_of_gradients(model: nn.Module) -> list[RemovableHandle]:
+    """Let a model tell when its forward pass begins, and when each of its gradients is complete, until it is undone."""
+    hooks = [model.register_forward_pre_hook(lambda *_: timeline and timeline.model_begins())]
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: timeline and timeline.gradient_is_there())
+        hooks.append(parameter.register_post_accumulate_grad_hook(lambda _: timeline and timeline.gradient_is_there()))
+    return hooks
 
 
 def stop_timeline() -> None:

@@ -103,6 +103,10 @@ class MlflowBoard:
         self.client.log_image(self.run, pixels, artifact_file=f"pictures/{name.translate(PLAIN)}/{step:08d}.png")
 
     @or_give_up
+    def add_text(self, name: str, text: str, step: int) -> None:
+        self.client.log_text(self.run, text, f"texts/{name.translate(PLAIN)}.md")
+
+    @or_give_up
     def flush(self) -> None:
         while self.metrics:
             batch, self.metrics = self.metrics[:AT_ONCE], self.metrics[AT_ONCE:]

@@ -16,7 +16,7 @@ BOUNDS = {
     "communicating": "even the last rank waited for what ranks send to each other",
     "waiting for the slowest rank": "the ranks stood still until the slowest one came",
 }
-ASIDE = ("validation", "checkpoint", "logging", "profiling")  # parts of a run that are no training
+ASIDE = ("validation", "checkpoint", "logging", "profiling", "setup")  # parts of a run that are no training
 COMPUTE = ("forward", "backward", "optimizer", "step")
 MANY = 0.2  # share of the run that is worth a word
 
@@ -33,6 +33,7 @@ class Measured:
         is_recorded: steps are CUDA graphs.
         is_blind: the timeline cannot see where a GPU's step waits for other ranks.
         is_direct: the files are read without HDF5.
+        has_bf16: the device multiplies matrices of bfloat16.
         cores: CPU cores that a rank has.
         mfu: share of the device's peak, or None where it is not known.
     """
@@ -44,6 +45,7 @@ class Measured:
     is_recorded: bool
     is_blind: bool
     is_direct: bool
+    has_bf16: bool
     cores: int
     mfu: float | None = None
 
@@ -93,12 +95,14 @@ class Measured:
         """Return the rank that the others wait for, and the part that takes it longer than them."""
         waits = self.waits()
         rank = waits.index(min(waits))
-        parts = (part for part in self.seconds if part not in ("communication", "validation"))
+        parts = (part for part in self.seconds if part not in ("communication", "validation", "setup"))
         return rank, max(parts, key=lambda part: self.seconds[part][rank] - fmean(self.seconds[part]))
 
 
 def verdict(measured: Measured, config: Config) -> str:
     """Return a paragraph: what bounds the run, by how much, and what to try next."""
+    if measured.iterations <= 0:
+        return "No step but the first one of this process was done: nothing tells what bounds this run."
     bounds = measured.bounds()
     first, second, *_ = sorted(bounds, key=bounds.get, reverse=True)
     text = [f"This run is bound by {first}: for {bounds[first]:.0%} of the training time {BOUNDS[first]}."]
@@ -146,8 +150,10 @@ def advice(bound: str, measured: Measured, config: Config) -> Iterator[str]:
             yield "train_mp_graphs.py, which launches a recorded step at once"
         yield "a larger --local_batch_size: more work for each launch"
     elif bound == "computing":
-        if measured.on_gpu and config.amp_mode == "none":
-            yield "--amp_mode bf16: matrix products on the tensor cores' faster type"
+        if measured.has_bf16 and config.amp_mode == "none":
+            yield "--amp_mode bf16: matrix products of half the width"
+        if config.attention == "math":
+            yield "--attention auto, which never writes the table of tokens x tokens"
         if config.activation_checkpoint != "none":
             yield "--activation_checkpoint none, if the memory suffices: nothing is computed twice"
         if not config.enable_jit:
@@ -170,3 +176,25 @@ def advice(bound: str, measured: Measured, config: Config) -> Iterator[str]:
         if part in ASIDE:
             yield f"less often what takes its {part}"
         yield f"`make doctor` on the node of rank {rank}: another job there, fewer cores, a slower clock?"
+
+
+def memory_advice(activations: float, others: float, config: Config) -> Iterator[str]:
+    """Yield flags that take less memory, the best first, for a rank with so much of activations and of the others."""
+    if activations > others:
+        if config.attention == "math":
+            yield "--attention auto"
+        if config.local_batch_size > 1:
+            yield f"--accumulation_steps {2 * config.accumulation_steps}"
+        if config.activation_checkpoint == "none":
+            yield "--activation_checkpoint block"
+        yield f"--context_parallel {2 * config.context_parallel} of train_mp.py"
+    else:
+        yield f"--tensor_parallel {2 * config.tensor_parallel} of train_mp.py"
+
+
+def out_of_memory(rank: int, parts: dict[str, float], config: Config) -> str:
+    """Return what was in memory when it did not suffice, in GiB by part, and what to try."""
+    held = ", ".join(f"{name} {size:.2f}" for name, size in parts.items())
+    activations = parts["activations"]
+    flags = ", then ".join(memory_advice(activations, sum(parts.values()) - activations, config))
+    return f"Out of memory on rank {rank}, with GiB of {held}. To try: {flags}."

@@ -41,17 +41,19 @@ def end_on_signals() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
-def launch(script: str, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts a script on some ranks, and its environment: torchrun here, srun inside a job.
+def spread(ranks: int) -> tuple[int, int]:
+    """Return on how many nodes so many ranks run, and how many on each: nodes are filled one after another."""
+    there = int(os.environ.get("SLURM_NNODES", 1))
+    nodes = min(-(-ranks // (torch.cuda.device_count() or 1)), there)
+    return nodes, -(-ranks // nodes)
 
-    Nodes are filled one after another.
-    """
+
+def launch(script: str, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts a script on some ranks, and its environment: torchrun here, srun inside a job."""
     command, cpus = [sys.executable, script], len(cores_in_reach()) // ranks
     env = dict(os.environ)
     if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
-        there = int(os.environ.get("SLURM_NNODES", 1))
-        nodes = min(-(-ranks // (torch.cuda.device_count() or 1)), there)
-        on_each = -(-ranks // nodes)
+        nodes, on_each = spread(ranks)
         cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", len(cores_in_reach()))) // on_each
         share = [f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={on_each}"]
         share += [f"--cpus-per-task={max(cpus, 1)}"]

@@ -1,154 +1,60 @@
 """Is this machine ready to train? Each line says good, or what to change.
 
     python benchmarks/doctor.py --config=demo                                  one rank
-    python benchmarks/doctor.py --config=mp --tensor_parallel=4 --nproc 8      a node's ranks; any flag of train_mp.py
+    python benchmarks/doctor.py --config=mp --tensor_parallel=4 --nproc 8      ranks; any flag of train_mp.py goes along
 
-In a job's script this looks at the first of its nodes: versions, devices, cores and threads, limits, what ranks send to
-each other, storage, the data, and the memory that the chosen section needs. Takes a minute or two, and changes nothing.
+In a job's script this looks at the first of its nodes: versions, devices, cores and threads, limits, storage, the data,
+and the memory that the chosen section needs; what ranks send to each other it measures over all nodes. Takes a minute
+or two, and changes nothing. --json FILE keeps it all.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
-import psutil  # noqa: E402
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from benchmarks.call import call, reason  # noqa: E402
+from benchmarks.call import all_devices, call, check_place, end_on_signals, launch, reason, spread, stay_on  # noqa: E402
+from benchmarks.machine import Line, cores, devices, host_memory, limits, versions  # noqa: E402
+from benchmarks.record import write_record  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
 from utils.data_loader import BatchReader  # noqa: E402
 from utils.model_summary import summarise  # noqa: E402
 from utils.profiling import peak_flops  # noqa: E402
+from utils.verdict import memory_advice  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
+REMEDIES = {  # where sending takes too much of a step
+    "dp": "a larger batch, in several --accumulation_steps, or a faster network (NCCL_DEBUG=INFO names it)",
+    "dp-cp": "a larger batch, in several --accumulation_steps, or a faster network (NCCL_DEBUG=INFO names it)",
+    "tp": "a smaller --tensor_parallel, or its ranks in one node (--parallel_order tp-cp-dp)",
+    "cp": "--cp_attention ulysses, a smaller --context_parallel, or its ranks in one node",
+    "tp-cp": "a smaller grid, or its ranks in one node (--parallel_order tp-cp-dp)",
+}
 MFU = 0.4  # what a step reaches of the peak, more or less
-NODES = Path("/sys/devices/system/node")
-CGROUPS, OUR_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-class Line(NamedTuple):
-    """What was found; `change` says what to do about it, where something should be done."""
-
-    found: str
-    change: str | None = None
-
-    def __str__(self) -> str:
-        return f"change  {self.found}: {self.change}" if self.change else f"good    {self.found}"
-
-
-def versions() -> Iterator[Line]:
-    """Compare what is installed with requirements.txt; CUDA with the driver."""
-    yield Line(f"Python {sys.version.split()[0]}", None if sys.version_info >= (3, 11) else "take 3.11 or newer")
-    for text in (ROOT / "requirements.txt").read_text().splitlines():
-        if match := re.match(r"([\w.-]+)==(\S+)", text):
-            name, pinned = match.groups()
-            try:
-                there = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                yield Line(f"{name} is not installed", "pip install -r requirements.txt")
-                continue
-            same = there.split("+")[0] == pinned
-            known = "requirements.txt was tested with " + pinned
-            yield Line(f"{name} {there}", None if same else f"{known}: take that, or watch the tests (make test)")
-    if shutil.which("nvidia-smi") and not torch.version.cuda:
-        yield Line("torch without CUDA on a machine with nvidia-smi", "install the build for CUDA")
-    if torch.version.cuda:
-        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
-        yield Line(f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}")
-
-
-def devices(nproc: int) -> Iterator[Line]:
-    """Look at the GPUs: what they are, whether others use them, how they are connected."""
-    count = torch.cuda.device_count()
-    if not count:
-        blind = shutil.which("nvidia-smi") and "torch sees none of this node's: CUDA_VISIBLE_DEVICES, driver, or build"
-        yield Line("no GPU: training runs on the CPU", blind or None)
-        return
-    share = f"{nproc} ranks share {count} GPU(s)"
-    yield Line(f"{count} GPU(s) for {nproc} rank(s)", f"{share}: start one rank a GPU" if nproc > count else None)
-    for i in range(count):
-        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(i))
-        major, minor = torch.cuda.get_device_capability(i)
-        name = f"GPU {i}: {torch.cuda.get_device_name(i)}, capability {major}.{minor}, {total:.0f} GiB"
-        busy = (
-            f"{total - free:.1f} GiB are in use by others: ask for a node of your own" if free < 0.9 * total else None
-        )
-        yield Line(name, busy)
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            yield Line(f"GPU {i} has no bf16", "use --amp_mode fp16")
-    if shutil.which("nvidia-smi"):
-        table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout.rstrip()
-        yield Line(f"how they are connected:\n{table}")
-
-
-def cores(config: Config, nproc: int) -> Iterator[Line]:
-    """Compare threads and readers with the cores that this process may use."""
-    mine = os.sched_getaffinity(0)
-    found = f"{len(mine)} of {os.cpu_count()} cores are ours"
-    few = len(mine) < nproc
-    yield Line(found, f"{nproc} ranks need a core each: give the job more (-c, --cpus-per-task)" if few else None)
-    # Launchers give each of several ranks one thread, unless they are told otherwise.
-    threads = int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads() if nproc == 1 else 1))
-    too_many = nproc * threads > len(mine)
-    remedy = f"export OMP_NUM_THREADS={max(len(mine) // nproc, 1)}"
-    yield Line(f"{nproc} rank(s) x {threads} thread(s)", remedy if too_many else None)
-    readers = nproc * config.num_data_workers
-    if readers > 2 * len(mine):
-        yield Line(f"{readers} readers", f"lower --num_data_workers to {max(2 * len(mine) // nproc, 1)}")
-    nodes = [cpu_list(path.read_text()) & mine for path in NODES.glob("node*/cpulist")]
-    used = [cpus for cpus in nodes if cpus]
-    if used:
-        spread = len(used) > 1 and nproc > 1
-        bind = "bind each rank to one (srun --cpu-bind=cores, torchrun --numa-binding node)"
-        yield Line(f"the cores lie in {len(used)} NUMA node(s)", bind if spread else None)
-
-
-def cpu_list(text: str) -> set[int]:
-    """Return the cores that the kernel writes as `0-3,8`."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def limits(data: WeatherData | None, nproc: int) -> Iterator[Line]:
-    """Compare the limits of this process with what training takes."""
-    import resource
-
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield Line(f"{files} open files are allowed", "ulimit -n 4096" if 0 <= files < 1024 else None)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if data and torch.cuda.is_available() and locked != resource.RLIM_INFINITY:
-        ring = data.train_loader.reader.ring.nbytes + data.valid_loader.reader.ring.nbytes
-        small = f"batches take {ring / 2**30:.2f} GiB: ulimit -l unlimited" if ring > locked else None
-        yield Line(f"{locked / 2**30:.2f} GiB of locked memory are allowed", small)
-
-
-def communication(flags: list[str], nproc: int, gradients: int, step: float) -> Iterator[Line]:
+def communication(flags: list[str], nproc: int, sent: dict[str, float], step: float) -> Iterator[Line]:
     """Measure collectives in each group of the grid, on GPUs with peer-to-peer copies and without.
 
     Args:
-        gradients: bytes of them on a rank.
+        sent: bytes that a rank sends in a step, by group.
         step: seconds that a step computes.
     """
     if nproc == 1:
@@ -159,30 +65,36 @@ def communication(flags: list[str], nproc: int, gradients: int, step: float) -> 
         without = measure_collectives(flags, nproc, NCCL_P2P_DISABLE="1")["groups"]
     together = set().union(*cores)
     own = len(together) == sum(map(len, cores))
-    yield Line(f"ranks {'have cores of their own' if own else 'share their cores'}: {len(together)} for {nproc}")
-    for name, measured in found.items():
-        speed = measured["gb_per_sec"]
-        told = f"{name} of {measured['ranks']} ranks: each sends {speed:.2f} GB/s"
-        if name in without:
-            told += f", {speed / without[name]['gb_per_sec']:.1f} x as much as without peer-to-peer"
-        yield Line(told)
-    if measured := found.get("dp-cp all_reduce") or found.get("dp all_reduce"):
-        ranks = measured["ranks"]
-        seconds = 2 * (ranks - 1) / ranks * gradients / measured["gb_per_sec"] / 1e9
-        told = f"gradients take {1e3 * seconds:.1f} ms to send, and a step computes about {1e3 * step:.1f} ms"
-        remedy = "a larger batch, in several --accumulation_steps, or a faster network (NCCL_DEBUG=INFO names it)"
-        yield Line(told, remedy if seconds > step / 2 else None)
+    yield Line(f"ranks {'have cores of their own' if own else 'share their cores'}: {len(together)} on this node")
+    for group in dict.fromkeys(name.split()[0] for name in found):
+        speeds = {kind: found[f"{group} {kind}"]["gb_per_sec"] for kind in ("all_reduce", "all_gather")}
+        told = f"{group} of {found[f'{group} all_reduce']['ranks']} ranks: each sends "
+        told += ", ".join(f"{speed:.2f} GB/s in an {kind}" for kind, speed in speeds.items())
+        remedy = None
+        if without:
+            ratio = speeds["all_reduce"] / without[f"{group} all_reduce"]["gb_per_sec"]
+            told += f", {ratio:.1f} x as much as without peer-to-peer"
+            remedy = "export NCCL_P2P_DISABLE=1, and ask the site why" if ratio < 0.9 else None
+        # Gradients go over dp-cp, which is dp or cp alone where the other one is 1.
+        has_gradients = group in ("dp", "cp") and "dp-cp all_reduce" not in found
+        size = sent.get(group, 0.0) + (sent.get("dp-cp", 0.0) if has_gradients else 0.0)
+        if size:
+            seconds = size / speeds[kind_of(group)] / 1e9
+            told += f"; {1e3 * seconds:.1f} ms for what a step sends over it, which computes about {1e3 * step:.1f} ms"
+            remedy = REMEDIES[group] if seconds > step / 2 else remedy
+        yield Line(told, remedy)
+
+
+def kind_of(group: str) -> str:
+    """Return the collective that a group's time is reckoned by: gradients are added up, tokens are gathered."""
+    return "all_reduce" if "dp" in group else "all_gather"
 
 
 def measure_collectives(flags: list[str], nproc: int, **env: str) -> dict[str, Any]:
-    """Return what ranks of this node reach: the JSON of collectives.py."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    threads = str(max(len(os.sched_getaffinity(0)) // nproc, 1))
+    """Return what the ranks reach: the JSON of collectives.py."""
+    command, here = launch(str(ROOT / "benchmarks/collectives.py"), nproc)
     try:
-        code, found, errors = call(
-            [*command, str(ROOT / "benchmarks/collectives.py"), *flags],
-            {"OMP_NUM_THREADS": threads, **os.environ, **env}, limit=300,
-        )  # fmt: skip
+        code, found, errors = call([*command, *flags], {**here, **env}, limit=300)
     except subprocess.TimeoutExpired:
         raise ValueError(f"collectives of {nproc} ranks took over 5 minutes: can they reach each other?") from None
     if code:
@@ -270,61 +182,40 @@ def memory(config: Config, dp: int, found: dict) -> Iterator[Line]:
         ranks = dp * config.tensor_parallel * config.context_parallel
         there = host_memory() / 2**30 / ranks
     told += f"; it has {there:.1f} GiB"
-    if found["peak"] / 2**30 < 0.9 * there:
-        yield Line(told)
-        return
-    if parts["activations"] > parts["weights"] + parts["optimiser"]:
-        remedies = ["--accumulation_steps 2"] * (config.local_batch_size > 1)
-        remedies += ["--activation_checkpoint block"] * (config.activation_checkpoint == "none")
-        remedies += ["--context_parallel 2"]
-    else:
-        remedies = ["--tensor_parallel 2"]
-    yield Line(told, "try " + ", then ".join(remedies))
-
-
-def host_memory() -> int:
-    """Return the bytes of memory that are ours: all, or as many as a job or a container may take (cgroups)."""
-    found = [psutil.virtual_memory().total]
-    for line in OUR_CGROUPS.read_text().splitlines() if OUR_CGROUPS.exists() else []:
-        _, controllers, ours = line.split(":", 2)
-        if controllers == "":  # version 2
-            root, name = CGROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = CGROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        for group in (Path(ours), *Path(ours).parents):
-            with contextlib.suppress(OSError, ValueError):  # not to be seen from here; `max`
-                found.append(int((root / group.relative_to("/") / name).read_text()))
-    return min(found)
+    remedies = memory_advice(parts["activations"], parts["weights"] + parts["optimiser"], config)
+    yield Line(told, None if found["peak"] / 2**30 < 0.9 * there else "try " + ", then ".join(remedies))
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--nproc", type=int, default=max(torch.cuda.device_count(), 1), help="ranks of a node")
+    parser.add_argument("--nproc", type=int, default=all_devices(), help="ranks; default: one a GPU")
+    parser.add_argument("--json", type=Path, help="file to write")
     args, flags = parser.parse_known_args(argv)
+    check_place()
     config, _ = load_config(flags, chapter=2)
+    stay_on(config.device)
     dp, rest = divmod(args.nproc, config.tensor_parallel * config.context_parallel)
     if rest or not dp:
         raise ValueError(f"nproc {args.nproc} does not divide over tensor_parallel x context_parallel: take a multiple")
     config = config.with_batches(dp)
     device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
-    changes = 0
+    shown: dict[str, list[Line]] = {}
 
     def show(title: str, lines: Iterator[Line]) -> None:
-        nonlocal changes
         print(f"\n{title}")
+        shown[title] = []
         try:
             for line in lines:
-                changes += line.change is not None
+                shown[title].append(line)
                 print(f"  {line}", flush=True)
         except (ValueError, OSError) as error:  # what a run would say, too
-            changes += 1
-            print(f"  change  {error}")
+            shown[title].append(Line("it cannot be known", str(error)))
+            print(f"  {shown[title][-1]}", flush=True)
 
     show("Versions", versions())
-    show("Devices", devices(args.nproc))
-    show("Cores", cores(config, args.nproc))
+    _, here = spread(args.nproc)
+    show("Devices", devices(here))
+    show("Cores", cores(config, here))
     found: dict = {}
 
     def simulated() -> Iterator[Line]:
@@ -337,7 +228,7 @@ def main(argv: list[str]) -> None:
     except (ValueError, OSError) as error:
         data = None
         show("Data", iter([Line(str(error), "the rest needs them")]))
-    show("Limits", limits(data, args.nproc))
+    show("Limits", limits(data))
     if data:
         # A step computes three times the forward pass's operations.
         layers = summarise(train.build_model, config, data)
@@ -345,14 +236,19 @@ def main(argv: list[str]) -> None:
         needed = MFU * peak * args.nproc / (3 * layers[0].flops)  # samples/s
         print(f"\n(A step is taken to reach {MFU:.0%} of {peak / 1e12:.3g} TFLOP/s a rank: {source})")
         show("Data", values(data))
-        show("Storage", storage(data, needed))
-        parameters = found.get("parameters", layers[0].parameters)
-        show("Communication", communication(flags, args.nproc, 4 * parameters, config.global_batch_size / needed))
+        show("Storage", storage(data, needed * here / args.nproc))
+        step = config.global_batch_size / needed
+        show("Communication", communication(flags, args.nproc, found.get("sent", {}), step))
+    changes = sum(line.change is not None for lines in shown.values() for line in lines)
     print(f"\n{changes} thing(s) to change" if changes else "\nAll is well.")
+    if args.json:
+        found = {title: [line._asdict() for line in lines] for title, lines in shown.items()}
+        write_record(args.json, {"changes": changes}, {}, lines=found)
 
 
 if __name__ == "__main__":
+    end_on_signals()
     try:
         main(sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"doctor.py: error: {error}")

@@ -1,5 +1,6 @@
 """The doctor: what it says of machines, data and sections that are not well."""
 
+import json
 import subprocess
 import sys
 
@@ -8,8 +9,9 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks import doctor
-from benchmarks.doctor import Line, cores, cpu_list, limits, memory, read_speed, storage, values, versions
+from benchmarks import doctor, machine
+from benchmarks.doctor import memory, read_speed, storage, values
+from benchmarks.machine import Line, cores, cpu_list, limits, versions
 from tests.helpers import ROOT, clean_environment, tiny_flags
 from utils.config import Config
 from utils.config_reader import load_config
@@ -29,6 +31,7 @@ def weather(folder, *flags):
 def test_a_machine_from_end_to_end(tiny):
     """Two ranks; and one finding of each kind is there."""
     command = [sys.executable, "benchmarks/doctor.py", "--nproc", "2", *tiny_flags(tiny), "--tensor_parallel=2"]
+    command += ["--json", str(tiny / "doctor.json")]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     titles = [line for line in done.stdout.splitlines() if line and not line.startswith((" ", "("))]
@@ -36,14 +39,19 @@ def test_a_machine_from_end_to_end(tiny):
     assert titles[:-1] == sections
     assert titles[-1] == "All is well." or titles[-1].endswith("thing(s) to change")
     for words in (
-        "tp all_reduce of 2 ranks",
+        "tp of 2 ranks: each sends ",
+        " ms for what a step sends over it, which computes about ",
         "21 samples of 3 channels, 16 x 32",
         "a rank needs",
         "GB/s) with 16",
         "is taken to reach",
     ):
         assert words in done.stdout, words
-    assert all(line.startswith(("  good  ", "  change  ")) for line in done.stdout.splitlines() if line[:1] == " ")
+    told = [line[2:] for line in done.stdout.splitlines() if line.startswith(" ")]
+    assert all(line.startswith(("good  ", "change  ")) for line in told)
+    record = json.loads((tiny / "doctor.json").read_text())
+    assert [str(Line(**line)) for lines in record["lines"].values() for line in lines] == told
+    assert record["figures"]["changes"] == sum(line.startswith("change") for line in told)
 
 
 def test_what_a_user_gets_wrong_is_one_line(tiny):
@@ -54,19 +62,19 @@ def test_what_a_user_gets_wrong_is_one_line(tiny):
 
 def test_versions_that_differ(monkeypatch):
     assert not changes(versions())
-    real = doctor.importlib.metadata.version
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.1" if name == "numpy" else real(name))
+    real = machine.importlib.metadata.version
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "0.1" if name == "numpy" else real(name))
     (line,) = changes(versions())
     assert line.startswith("change  numpy 0.1: requirements.txt was tested with ")
 
 
 def test_cores_threads_and_numa_nodes(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1, 8, 9})
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(machine, "cores_in_reach", lambda: {0, 1, 8, 9})
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
     for node, text in (("node0", "0-7"), ("node1", "8-11,13\n")):
         (tmp_path / node).mkdir()
         (tmp_path / node / "cpulist").write_text(text)
-    monkeypatch.setattr(doctor, "NODES", tmp_path)
+    monkeypatch.setattr(machine, "NODES", tmp_path)
     assert not changes(cores(Config(), 1))
     two = changes(cores(Config(num_data_workers=5), 2))
     assert len(two) == 2 and "lower --num_data_workers to 4" in two[0] and "2 NUMA node(s): bind" in two[1]
@@ -82,7 +90,7 @@ def test_few_open_files(tiny, monkeypatch):
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
-    assert "ulimit -n 4096" in changes(limits(weather(tiny), 1))[0]
+    assert "ulimit -n 4096" in changes(limits(weather(tiny)))[0]
 
 
 def test_data_and_statistics_that_do_not_fit(tiny):
@@ -125,10 +133,10 @@ def test_memory_that_is_not_there(monkeypatch):
     config = Config(global_batch_size=10**6 * 2).with_batches(10**6)
     (line,) = changes(memory(config, 10**6, found))
     assert "a rank needs 20.00 GiB for tensors: weights 4.00, optimiser 8.00, gradients 4.00, activations 8.00" in line
-    assert line.endswith("try --tensor_parallel 2")
+    assert line.endswith("try --tensor_parallel 2 of train_mp.py")
     found["after_forward"]["Activation"] = 16 * GIB
     (line,) = changes(memory(config, 10**6, found))
-    assert line.endswith("try --accumulation_steps 2, then --activation_checkpoint block, then --context_parallel 2")
+    assert "try --accumulation_steps 2, then --activation_checkpoint block, then --context_parallel 2 of" in line
     assert not changes(memory(config, 1, found | {"peak": GIB}))
 
 
@@ -141,24 +149,54 @@ def test_memory_that_is_not_there(monkeypatch):
 )
 def test_a_job_has_no_more_memory_than_it_was_given(monkeypatch, tmp_path, ours, folder, name):
     (tmp_path / "ours").write_text(ours)
-    monkeypatch.setattr(doctor, "OUR_CGROUPS", tmp_path / "ours")
-    monkeypatch.setattr(doctor, "CGROUPS", tmp_path)
-    assert doctor.host_memory() == psutil.virtual_memory().total  # no such folders
+    monkeypatch.setattr(machine, "OUR_CGROUPS", tmp_path / "ours")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    assert machine.host_memory() == psutil.virtual_memory().total  # no such folders
     step = tmp_path / folder / "job_7/step_0"
     step.mkdir(parents=True)
     (step / name).write_text("max\n")
     (step.parent / name).write_text("1000\n")
-    assert doctor.host_memory() == 1000
+    assert machine.host_memory() == 1000
 
 
-def test_a_network_too_slow_for_the_gradients(monkeypatch):
-    found = {"groups": {"dp-cp all_reduce": {"ranks": 4, "gb_per_sec": 1.5}}, "cores": [[0, 1], [0, 1], [2], [3]]}
+def speeds(**groups):
+    """What collectives.py tells: GB/s in each group, of 4 ranks; an all_gather is half as fast."""
+    kinds = {"all_reduce": 1.0, "all_gather": 0.5}
+    found = {
+        f"{group.replace('_', '-')} {kind}": {"ranks": 4, "gb_per_sec": speed * share}
+        for group, speed in groups.items() for kind, share in kinds.items()
+    }  # fmt: skip
+    return {"groups": found, "cores": [[0, 1], [0, 1], [2], [3]]}
+
+
+def test_a_network_too_slow_for_what_a_step_sends(monkeypatch):
+    found = speeds(tp=4.0, dp_cp=1.5)
     monkeypatch.setattr(doctor, "measure_collectives", lambda *args, **env: found)
-    lines = list(doctor.communication([], 4, 10**9, step=3.0))
-    assert not changes(lines) and str(lines[0]) == "good    ranks share their cores: 4 for 4"
-    (line,) = changes(doctor.communication([], 4, 10**9, step=1.0))
-    assert "gradients take 1000.0 ms to send, and a step computes about 1000.0 ms" in line
-    assert list(doctor.communication([], 1, 10**9, step=1.0)) == []
+    sent = {"tp": 1e9, "dp-cp": 1.5e9}
+    lines = list(doctor.communication([], 4, sent, step=3.0))
+    assert not changes(lines) and str(lines[0]) == "good    ranks share their cores: 4 on this node"
+    (line,) = changes(doctor.communication([], 4, sent, step=1.5))
+    assert "dp-cp of 4 ranks: each sends 1.50 GB/s in an all_reduce, 0.75 GB/s in an all_gather; 1000.0 ms for" in line
+    assert "which computes about 1500.0 ms" in line and "--accumulation_steps" in line
+    tp, _ = changes(doctor.communication([], 4, sent, step=0.9))
+    assert "500.0 ms" in tp and tp.endswith(
+        "a smaller --tensor_parallel, or its ranks in one node (--parallel_order tp-cp-dp)"
+    )
+    assert list(doctor.communication([], 1, sent, step=1.0)) == []
+
+
+def test_gradients_go_over_the_one_group_that_there_is(monkeypatch):
+    for group in ("cp", "dp"):
+        monkeypatch.setattr(doctor, "measure_collectives", lambda *args, group=group, **env: speeds(**{group: 1.0}))
+        (line,) = changes(doctor.communication([], 4, {"dp-cp": 1e9}, step=1.0))
+        assert line.startswith(f"change  {group} of 4 ranks") and ": " in line
+
+
+def test_peer_to_peer_that_is_slower(monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(doctor, "measure_collectives", lambda *args, **env: speeds(tp=2.0 if env else 1.0))
+    (line,) = changes(doctor.communication([], 4, {}, step=1.0))
+    assert "0.5 x as much as without peer-to-peer: export NCCL_P2P_DISABLE=1" in line
 
 
 @pytest.mark.parametrize("change", [None, "do this"])

@@ -1,6 +1,7 @@
 """TensorBoard, as a reader opens it: every curve over its own interface, and in a real browser."""
 
 import gzip
+import html
 import json
 import urllib.parse
 import urllib.request
@@ -59,6 +60,16 @@ def test_every_curve_is_there_with_its_numbers(board):
         np.testing.assert_allclose(shown, losses(folder), rtol=1e-6)
         shown = [value for _, _, value in ask(address, "scalars/scalars", run=name, tag="RMSE(ch1)/valid")]
         np.testing.assert_allclose(shown, [e["valid_rmse"]["ch1"] for e in records(folder, "epoch")], rtol=1e-6)
+
+
+def test_the_report_is_there_as_text(board):
+    address, runs = board
+    tags = ask(address, "text/tags")
+    for name, folder in runs.items():
+        assert tags[name] == ["Report/text_summary"]
+        (event,) = ask(address, "text/text", run=name, tag="Report/text_summary")
+        verdict = json.loads((folder / "report/report.json").read_text())["verdict"]
+        assert event["step"] == 6 and verdict in html.unescape(event["text"])
 
 
 def test_every_forecast_is_there(board, tmp_path):

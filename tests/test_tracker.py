@@ -27,8 +27,9 @@ def test_a_run_is_in_mlflow(tiny, monkeypatch):
             assert key != "valid_loss" or [m.value for m in history] == [e[key] for e in records(folder, "epoch")]
         assert "RMSE ch0/valid" in run.data.metrics and "Time/forward s" in run.data.metrics
         files = {file.path for file in store.list_artifacts(run.info.run_id)}
-        assert files >= {"out.log", "metrics.jsonl", "config.yaml", "pictures", "report.json"}
+        assert files >= {"out.log", "metrics.jsonl", "config.yaml", "pictures", "report.json", "texts"}
         assert (tiny / "runs/mlruns").is_dir()
+        assert [file.path for file in store.list_artifacts(run.info.run_id, "texts")] == ["texts/Report.md"]
         (pictures,) = store.list_artifacts(run.info.run_id, "pictures")
         assert len(store.list_artifacts(run.info.run_id, pictures.path)) == 3
         return run.info.run_id

@@ -1,0 +1,148 @@
+"""What doctor.py looks at on a node: versions, devices, cores, limits, memory."""
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from utils.config import Config
+from utils.device import has_bf16
+from utils.system_watch import cores_in_reach
+from utils.weather_data import WeatherData
+
+ROOT = Path(__file__).resolve().parent.parent
+NODES = Path("/sys/devices/system/node")
+CGROUPS, OUR_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+class Line(NamedTuple):
+    """What was found; `change` says what to do about it, where something should be done."""
+
+    found: str
+    change: str | None = None
+
+    def __str__(self) -> str:
+        return f"change  {self.found}: {self.change}" if self.change else f"good    {self.found}"
+
+
+def versions() -> Iterator[Line]:
+    """Compare what is installed with requirements.txt; CUDA with the driver."""
+    yield Line(f"Python {sys.version.split()[0]}", None if sys.version_info >= (3, 11) else "take 3.11 or newer")
+    for text in (ROOT / "requirements.txt").read_text().splitlines():
+        if match := re.match(r"([\w.-]+)==(\S+)", text):
+            name, pinned = match.groups()
+            try:
+                there = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                yield Line(f"{name} is not installed", "pip install -r requirements.txt")
+                continue
+            same = there.split("+")[0] == pinned
+            known = "requirements.txt was tested with " + pinned
+            yield Line(f"{name} {there}", None if same else f"{known}: take that, or watch the tests (make test)")
+    if shutil.which("nvidia-smi") and not torch.version.cuda:
+        yield Line("torch without CUDA on a machine with nvidia-smi", "install the build for CUDA")
+    if torch.version.cuda:
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+        told = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+        remedy = None
+        if shutil.which("nvidia-smi"):
+            ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            told += ", driver " + subprocess.run(ask, capture_output=True, text=True).stdout.split("\n")[0]
+            if not torch.cuda.is_available():
+                remedy = "CUDA does not start: take a torch built for this driver, or a newer driver"
+        yield Line(told, remedy)
+
+
+def devices(nproc: int) -> Iterator[Line]:
+    """Look at the GPUs: what they are, whether others use them, how they are connected."""
+    count = torch.cuda.device_count()
+    if not count:
+        blind = shutil.which("nvidia-smi") and "torch sees none of this node's: CUDA_VISIBLE_DEVICES, driver, or build"
+        yield Line("no GPU: training runs on the CPU", blind or None)
+        return
+    share = f"{nproc} ranks share {count} GPU(s)"
+    yield Line(f"{count} GPU(s) for {nproc} rank(s)", f"{share}: start one rank a GPU" if nproc > count else None)
+    for i in range(count):
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(i))
+        major, minor = torch.cuda.get_device_capability(i)
+        name = f"GPU {i}: {torch.cuda.get_device_name(i)}, capability {major}.{minor}, {total:.0f} GiB"
+        busy = (
+            f"{total - free:.1f} GiB are in use by others: ask for a node of your own" if free < 0.9 * total else None
+        )
+        yield Line(name, busy)
+        if not has_bf16(torch.device("cuda", i)):
+            yield Line(f"GPU {i} has no bf16", "use --amp_mode fp16")
+    if shutil.which("nvidia-smi"):
+        table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout.rstrip()
+        yield Line(f"how they are connected:\n{table}")
+
+
+def cores(config: Config, nproc: int) -> Iterator[Line]:
+    """Compare threads and readers with the cores that this process may use."""
+    mine = cores_in_reach()
+    found = f"{len(mine)} of {os.cpu_count()} cores are ours"
+    few = len(mine) < nproc
+    yield Line(found, f"{nproc} ranks need a core each: give the job more (-c, --cpus-per-task)" if few else None)
+    # Launchers give each of several ranks one thread, unless they are told otherwise.
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # of several numbers the first is the outermost's
+    threads = int(given) if given.isdigit() else torch.get_num_threads() if nproc == 1 else 1
+    too_many = nproc * threads > len(mine)
+    remedy = f"export OMP_NUM_THREADS={max(len(mine) // nproc, 1)}"
+    yield Line(f"{nproc} rank(s) x {threads} thread(s)", remedy if too_many else None)
+    readers = nproc * config.num_data_workers
+    if readers > 2 * len(mine):
+        yield Line(f"{readers} readers", f"lower --num_data_workers to {max(2 * len(mine) // nproc, 1)}")
+    nodes = [cpu_list(path.read_text()) & mine for path in NODES.glob("node*/cpulist")]
+    used = [cpus for cpus in nodes if cpus]
+    if used:
+        spread = len(used) > 1 and nproc > 1
+        bind = "bind each rank to one (srun --cpu-bind=cores, torchrun --numa-binding node)"
+        yield Line(f"the cores lie in {len(used)} NUMA node(s)", bind if spread else None)
+
+
+def cpu_list(text: str) -> set[int]:
+    """Return the cores that the kernel writes as `0-3,8`."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus |= set(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def limits(data: WeatherData | None) -> Iterator[Line]:
+    """Compare the limits of this process with what training takes."""
+    import resource
+
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield Line(f"{files} open files are allowed", "ulimit -n 4096" if 0 <= files < 1024 else None)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if data and torch.cuda.is_available() and locked != resource.RLIM_INFINITY:
+        ring = data.train_loader.reader.ring.nbytes + data.valid_loader.reader.ring.nbytes
+        small = f"batches take {ring / 2**30:.2f} GiB: ulimit -l unlimited" if ring > locked else None
+        yield Line(f"{locked / 2**30:.2f} GiB of locked memory are allowed", small)
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that are ours: all, or as many as a job or a container may take (cgroups)."""
+    found = [psutil.virtual_memory().total]
+    for line in OUR_CGROUPS.read_text().splitlines() if OUR_CGROUPS.exists() else []:
+        _, controllers, ours = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, name = CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        for group in (Path(ours), *Path(ours).parents):
+            with contextlib.suppress(OSError, ValueError):  # not to be seen from here; `max`
+                found.append(int((root / group.relative_to("/") / name).read_text()))
+    return min(found)

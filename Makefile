@@ -5,7 +5,7 @@
 # make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
 # make ladder   what does each optimisation bring here? The same ARGS
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
-#         faults, soak, slurm (interrupted runs), traces, simulate, benchmark, figures
+#         faults, soak, slurm (interrupted runs), simulate, benchmark, figures
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -25,7 +25,7 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test lint format readme doctor ladder figures benchmark certificate mutations combinations faults soak slurm traces simulate clean
+.PHONY: help demo test lint format readme doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -8
@@ -73,6 +73,7 @@ figures: demo
 	$(PYTHON) docs/figures/loading.py
 	cp runs/demo/1GPU/00/pictures/vor_upper.png docs/figures/demo_forecast.png
 	$(PYTHON) docs/example_logs/make.py
+	$(PYTHON) docs/figures/trace.py
 	$(PYTHON) docs/figures/tensorboard.py
 
 benchmark: data/demo $(TOOLS)
@@ -107,11 +108,6 @@ soak: $(TOOLS)
 slurm: $(TOOLS)
 	$(PYTHON) -m pytest tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py
 
-# The readers of traces: TensorBoard's plugin and Holistic Trace Analysis, which brings JupyterLab.
-traces: $(TOOLS)
-	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-traces.txt -c requirements.txt
-	$(PYTHON) -m pytest tests/test_traces.py
-
 # What large grids hold and send, computed on this machine: the README's table.
 simulate: $(READY)
 	$(PYTHON) benchmarks/simulate.py --json benchmarks/results/simulate.json
@@ -127,8 +123,9 @@ $(VENV)/installed: requirements.txt
 	$(COMPILE)
 	touch $@
 
-# The tests' tools, and every extra that they try.
+# The tests' tools, and every extra that they try; of Holistic Trace Analysis not JupyterLab, which only shows it.
 $(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt requirements-mlflow.txt $(READY)
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
+	$(PYTHON) -m pip install --disable-pip-version-check -q --no-deps HolisticTraceAnalysis==0.5.0
 	$(COMPILE)
 	touch $@

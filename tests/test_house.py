@@ -120,6 +120,8 @@ def test_the_readme_has_the_figures_of_the_records():
     for name in re.findall("<!-- (ladder_.*) -->", text):
         ladder = json.loads((results / f"{name}.json").read_text())
         assert f"<!-- {name} -->\n{ladder_report.markdown(name, ladder['rungs'])}\n<!-- end -->" in text
+    example = json.loads((ROOT / "docs/example_logs/float32/report/report.json").read_text())
+    assert f"<!-- verdict -->\n> {example['verdict']}\n<!-- end -->" in text
     watched = json.loads((results / "observers.json").read_text())["figures"]
     overhead = watched["report_overhead"]
     half = [100 * watched[f"report_overhead_{part}_quartile"] for part in ("lower", "upper")]

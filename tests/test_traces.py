@@ -58,7 +58,7 @@ def test_each_rank_writes_its_own(traces):
 
 
 def test_holistic_trace_analysis_compares_the_ranks(traces):
-    analysis = pytest.importorskip("hta.trace_analysis", reason="needs pip install -r requirements-traces.txt")
+    analysis = pytest.importorskip("hta.trace_analysis", reason="needs pip install HolisticTraceAnalysis")
     found = analysis.TraceAnalysis(trace_dir=str(traces))
     assert sorted(found.t.get_all_traces()) == [0, 1]
     for rank, trace in found.t.get_all_traces().items():

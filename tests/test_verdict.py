@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import platform
 import re
 
 import pytest
@@ -28,7 +29,7 @@ HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
         ("slow copies", 1, "train.py", LIGHT, "copying", "--enable_jit"),
         ("nothing", 1, "train.py", TINIEST, "launching", "--enable_jit"),
         ("nothing", 1, "train.py", HEAVY, "computing", "bf16" if has_bf16(torch.device("cpu")) else "--enable_jit"),
-        ("slow rank", 2, "train.py", LIGHT, SLOWEST, "rank 1"),
+        ("slow rank", 2, "train.py", LIGHT, SLOWEST, f"rank 1, on {platform.node()}, "),
         ("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),
         ("slow collectives", 2, "train_mp.py", [*LIGHT, "--tensor_parallel=2"], "communicating", "--tensor_parallel"),
         (
@@ -59,14 +60,8 @@ def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):
 def measured(parts: dict[str, list[float]], steps: list | None = None, **more) -> Measured:
     """What was measured on some ranks in two iterations; the other parts took no time."""
     (ranks,) = {len(seconds) for seconds in parts.values()}
-    how = {
-        "on_gpu": False,
-        "is_recorded": False,
-        "is_blind": False,
-        "is_direct": True,
-        "has_bf16": False,
-        "cores": 8,
-    } | more
+    how = {"on_gpu": False, "is_recorded": False, "is_blind": False, "is_direct": True, "has_bf16": False, "cores": 8}
+    how |= {"nodes": [f"node{rank}" for rank in range(ranks)]} | more
     seconds = {part: parts.get(part, [0.0] * ranks) for part in PARTS}
     return Measured(seconds, steps or [(99.0, 0.0)] * ranks, 2, **how)
 

@@ -148,6 +148,7 @@ class RunCosts:
             is_direct=self.data.train_loader.is_direct,
             has_bf16=has_bf16(self.device),
             cores=max(len(set.union(*together)) // len(together), 1),
+            nodes=[node for node, _ in self.places],
             mfu=self.report.last.get("mfu"),
         )
         return verdict(measured, config)

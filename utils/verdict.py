@@ -35,6 +35,7 @@ class Measured:
         is_direct: the files are read without HDF5.
         has_bf16: the device multiplies matrices of bfloat16.
         cores: CPU cores that a rank has.
+        nodes: of the ranks.
         mfu: share of the device's peak, or None where it is not known.
     """
 
@@ -47,6 +48,7 @@ class Measured:
     is_direct: bool
     has_bf16: bool
     cores: int
+    nodes: list[str]
     mfu: float | None = None
 
     def mean(self, *parts: str) -> float:
@@ -108,7 +110,7 @@ def verdict(measured: Measured, config: Config) -> str:
     text = [f"This run is bound by {first}: for {bounds[first]:.0%} of the training time {BOUNDS[first]}."]
     if first == "waiting for the slowest rank":
         rank, part = measured.slowest_rank()
-        text.append(f"The slowest is rank {rank}, and it loses its time in {part!r}.")
+        text.append(f"The slowest is rank {rank}, on {measured.nodes[rank]}, and it loses its time in {part!r}.")
     if first == "computing" and measured.mfu:
         text.append(f"They reached {measured.mfu:.0%} of the device's peak.")
     if bounds[second] >= MANY:
@@ -175,7 +177,7 @@ def advice(bound: str, measured: Measured, config: Config) -> Iterator[str]:
             yield from advice("reading", measured, config)
         if part in ASIDE:
             yield f"less often what takes its {part}"
-        yield f"`make doctor` on the node of rank {rank}: another job there, fewer cores, a slower clock?"
+        yield f"`make doctor` on {measured.nodes[rank]}: another job there, fewer cores, a slower clock?"
 
 
 def memory_advice(activations: float, others: float, config: Config) -> Iterator[str]:

@@ -1,9 +1,13 @@
 """Train what lies here: the same run in float32 and in bf16, each small; a trace of one step; a picture of its memory.
 
+The README gets the verdict of the first.
+
 python docs/example_logs/make.py
 """
 
 import contextlib
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +36,13 @@ def copy(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
+def tell(readme: Path) -> None:
+    """Write the verdict to its place in the README."""
+    verdict = json.loads((HERE / "float32/report/report.json").read_text())["verdict"]
+    place = re.compile(r"(?<=<!-- verdict -->\n).*?(?=<!-- end -->)", re.S)
+    readme.write_text(place.sub(lambda _: f"> {verdict}\n", readme.read_text()))
+
+
 def main() -> None:
     for name, flags in RUNS.items():
         shutil.rmtree(HERE / name, ignore_errors=True)
@@ -40,6 +51,7 @@ def main() -> None:
                 copy(run / path, HERE / name / path)
             (events,) = (run / "logs").iterdir()
             copy(events, HERE / name / "logs/events.out.tfevents.0")  # its name had that of the machine
+    tell(ROOT / "README.md")
     with trained("trace", *TRACED) as run:
         (trace,) = (run / "profile").glob("rank0.*.pt.trace.json.gz")
         copy(trace, HERE / "trace/rank0.pt.trace.json.gz")

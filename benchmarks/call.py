@@ -15,9 +15,14 @@ from utils.system_watch import cores_in_reach
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def nodes_in_reach() -> int:
+    """Return on how many nodes ranks can be started: on those of a job that has srun, else on this one."""
+    return int(os.environ.get("SLURM_NNODES", 1)) if "SLURM_JOB_ID" in os.environ and shutil.which("srun") else 1
+
+
 def all_devices() -> int:
-    """Return how many ranks there can be: one for each GPU of this node, in a job for those of all its nodes."""
-    return max(torch.cuda.device_count(), 1) * int(os.environ.get("SLURM_NNODES", 1))
+    """Return how many ranks there can be: one for each GPU, and one a node where there are none."""
+    return max(torch.cuda.device_count(), 1) * nodes_in_reach()
 
 
 def stay_on(device: str) -> None:
@@ -30,21 +35,21 @@ def check_place() -> None:
     """Raise ValueError in a shell that a job's node does not run: it sees another machine than the ranks."""
     if "SLURM_JOB_ID" in os.environ and "SLURMD_NODENAME" not in os.environ:
         raise ValueError(
-            f"job {os.environ['SLURM_JOB_ID']} runs elsewhere than this shell: call this from the job's script, or "
-            f"from `srun --nodes=1 --ntasks=1 --pty bash` in it"
+            f"job {os.environ['SLURM_JOB_ID']} runs elsewhere than this shell: call this in its script "
+            f"(sbatch --wrap 'python ...')"
         )
 
 
 def end_on_signals() -> None:
     """Let SIGTERM and SIGHUP end this process as an error does, and with it the run that it has started."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def spread(ranks: int) -> tuple[int, int]:
     """Return on how many nodes so many ranks run, and how many on each: nodes are filled one after another."""
-    there = int(os.environ.get("SLURM_NNODES", 1))
-    nodes = min(-(-ranks // (torch.cuda.device_count() or 1)), there)
+    nodes = min(-(-ranks // (torch.cuda.device_count() or 1)), nodes_in_reach())
     return nodes, -(-ranks // nodes)
 
 

@@ -3,10 +3,11 @@
     torchrun --nproc_per_node=4 benchmarks/collectives.py --config=demo --tensor_parallel=2
 
 Rank 0 prints JSON. groups: for each group and collective `ranks`, and `gb_per_sec`, what each of them sends. cores:
-those that each rank may use.
+those that each rank of its node may use.
 """
 
 import json
+import platform
 import statistics
 import sys
 import time
@@ -64,10 +65,10 @@ def main(world: World, argv: list[str]) -> None:
         found[f"{axes} all_reduce"] = {"ranks": ranks, "gb_per_sec": 2 * sent / took / 1e9}
         took = seconds(partial(all_gather_single, whole, part, group=group), group, device)
         found[f"{axes} all_gather"] = {"ranks": ranks, "gb_per_sec": sent / took / 1e9}
-    cores: list[list[int]] = [[]] * world.size
-    dist.all_gather_object(cores, sorted(cores_in_reach()))
+    places: list[tuple[str, list[int]]] = [("", [])] * world.size
+    dist.all_gather_object(places, (platform.node(), sorted(cores_in_reach())))
     if world.rank == 0:
-        print(json.dumps({"groups": found, "cores": cores}))
+        print(json.dumps({"groups": found, "cores": [cores for node, cores in places if node == platform.node()]}))
 
 
 if __name__ == "__main__":

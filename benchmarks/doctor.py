@@ -41,7 +41,6 @@ from utils.verdict import memory_advice  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
 REMEDIES = {  # where sending takes too much of a step
-    "dp": "a larger batch, in several --accumulation_steps, or a faster network (NCCL_DEBUG=INFO names it)",
     "dp-cp": "a larger batch, in several --accumulation_steps, or a faster network (NCCL_DEBUG=INFO names it)",
     "tp": "a smaller --tensor_parallel, or its ranks in one node (--parallel_order tp-cp-dp)",
     "cp": "--cp_attention ulysses, a smaller --context_parallel, or its ranks in one node",
@@ -81,7 +80,8 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
         if size:
             seconds = size / speeds[kind_of(group)] / 1e9
             told += f"; {1e3 * seconds:.1f} ms for what a step sends over it, which computes about {1e3 * step:.1f} ms"
-            remedy = REMEDIES[group] if seconds > step / 2 else remedy
+            most = "dp-cp" if has_gradients and sent.get("dp-cp", 0.0) > sent.get(group, 0.0) else group
+            remedy = REMEDIES[most] if seconds > step / 2 else remedy
         yield Line(told, remedy)
 
 
@@ -170,8 +170,8 @@ def values(data: WeatherData) -> Iterator[Line]:
         yield Line(f"normalised values lie between {fields.min():.1f} and {fields.max():.1f}")
 
 
-def memory(config: Config, dp: int, found: dict) -> Iterator[Line]:
-    """Compare the memory that a rank of this section needs with what there is."""
+def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
+    """Compare the memory that a rank of this section needs with what there is for each of the `here` on this node."""
     parts = {"weights": 4 * found["parameters"], "optimiser": found["after_forward"]["Optstate"]}
     parts |= {"gradients": parts["weights"], "activations": found["after_forward"]["Activation"]}
     told = f"a rank needs {found['peak'] / 2**30:.2f} GiB for tensors: "
@@ -179,8 +179,7 @@ def memory(config: Config, dp: int, found: dict) -> Iterator[Line]:
     if torch.cuda.is_available():
         there = torch.cuda.mem_get_info()[1] / 2**30
     else:
-        ranks = dp * config.tensor_parallel * config.context_parallel
-        there = host_memory() / 2**30 / ranks
+        there = host_memory() / 2**30 / here
     told += f"; it has {there:.1f} GiB"
     remedies = memory_advice(parts["activations"], parts["weights"] + parts["optimiser"], config)
     yield Line(told, None if found["peak"] / 2**30 < 0.9 * there else "try " + ", then ".join(remedies))
@@ -188,12 +187,13 @@ def memory(config: Config, dp: int, found: dict) -> Iterator[Line]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--nproc", type=int, default=all_devices(), help="ranks; default: one a GPU")
+    parser.add_argument("--nproc", type=int, help="ranks; default: one a GPU")
     parser.add_argument("--json", type=Path, help="file to write")
     args, flags = parser.parse_known_args(argv)
     check_place()
     config, _ = load_config(flags, chapter=2)
     stay_on(config.device)
+    args.nproc = all_devices() if args.nproc is None else args.nproc
     dp, rest = divmod(args.nproc, config.tensor_parallel * config.context_parallel)
     if rest or not dp:
         raise ValueError(f"nproc {args.nproc} does not divide over tensor_parallel x context_parallel: take a multiple")
@@ -220,7 +220,7 @@ def main(argv: list[str]) -> None:
 
     def simulated() -> Iterator[Line]:
         found.update(simulate(dp, flags))
-        yield from memory(config, dp, found)
+        yield from memory(config, here, found)
 
     show("Memory", simulated())
     try:

@@ -16,6 +16,7 @@ the same command goes on where it stopped, and tries again what failed: .runs.js
 import argparse
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ import torch  # noqa: E402
 
 from benchmarks import ladder_report  # noqa: E402
 from benchmarks.call import all_devices, call, check_place, end_on_signals, launch, reason, stay_on  # noqa: E402
-from benchmarks.ladder_runs import Runs, evaluate, why_not  # noqa: E402
+from benchmarks.ladder_runs import Runs, evaluate, noise, why_not  # noqa: E402
 from benchmarks.record import device_name  # noqa: E402
 from benchmarks.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
 from utils.config import Config  # noqa: E402
@@ -118,7 +119,7 @@ def describe(config: Config, flags: list[str], args: argparse.Namespace) -> dict
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--rungs", nargs="+", help="words of the rungs to run, such as bf16 compile; default: all")
-    parser.add_argument("--nproc", type=int, default=all_devices(), help="ranks, at the most; default: one a GPU")
+    parser.add_argument("--nproc", type=int, help="ranks, at the most; default: one a GPU")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--iterations", type=int, default=20, help=f"of an epoch: {LEAST} or more, if the data has them"
@@ -128,14 +129,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an interrupted ladder")
     parser.add_argument("--update_readme", action="store_true", help="rewrite the table in README.md, and its record")
     args, flags = parser.parse_known_args(argv)
-    for name, least in (("nproc", 1), ("repeats", 1), ("iterations", LEAST)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name} is {getattr(args, name)}: it takes {least} or more")
     check_place()
     if not any(flag.split("=")[0] == "--config" for flag in flags):
         flags = ["--config=demo", *flags]  # the built-in data
     config = load_config(flags)[0].with_batches(1)
     stay_on(config.device)
+    args.nproc = all_devices() if args.nproc is None else args.nproc
+    for name, least in (("nproc", 1), ("repeats", 1), ("iterations", LEAST)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} is {getattr(args, name)}: it takes {least} or more")
     folder = "benchmarks/results" if args.update_readme else "runs"
     record = args.json or ROOT / folder / f"ladder_{config.config}.json"
     rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
@@ -160,9 +162,10 @@ def main(argv: list[str]) -> None:
                 raise ValueError(f"the baseline has no figures ({why_not([result])}): give flags with which it runs")
             told = why_not([result]) or f"{result['samples_per_sec']:.2f} samples/s"
             print(f"{number + 1}/{args.repeats}  {rung.key:50} {told}", flush=True)
-    rows = evaluate(rungs, runs)
+    rows, apart = evaluate(rungs, runs), noise(rungs, runs)
     about = {name: value for name, value in setup.items() if name != "configuration"}
-    ladder_report.write(record, rows, about | {"repeats": args.repeats, "config": config.config})
+    about |= {"repeats": args.repeats, "config": config.config, "noise": apart and math.exp(apart)}
+    ladder_report.write(record, rows, about)
     print(record.with_suffix(".md").read_text())
     if args.update_readme:
         ladder_report.update(README, record)

@@ -70,10 +70,11 @@ def anchor(ladder: str, row: Row) -> str:
 
 
 def machine(record: dict[str, Any]) -> str:
-    """Return on what, by what, and how a record came about."""
+    """Return on what, by what, and how a record came about, and how far one command was from itself."""
     about = record["about"]
     where = f"{about['device']}, {about['cores']} cores, PyTorch {about['torch']}, commit {about['commit']}"
-    return f"{where}: `{record['command']}`"
+    apart = f" Rungs that are the same command came out up to {about['noise']:.2f} x apart." if about["noise"] else ""
+    return f"{where}: `{record['command']}`.{apart}"
 
 
 def markdown(ladder: str, record: dict[str, Any]) -> str:

@@ -34,6 +34,11 @@ class Line(NamedTuple):
         return f"change  {self.found}: {self.change}" if self.change else f"good    {self.found}"
 
 
+def is_hidden() -> bool:
+    """Whether the GPUs are hidden on purpose: for --device cpu."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
 def versions() -> Iterator[Line]:
     """Compare what is installed with requirements.txt; CUDA with the driver."""
     yield Line(f"Python {sys.version.split()[0]}", None if sys.version_info >= (3, 11) else "take 3.11 or newer")
@@ -48,7 +53,7 @@ def versions() -> Iterator[Line]:
             same = there.split("+")[0] == pinned
             known = "requirements.txt was tested with " + pinned
             yield Line(f"{name} {there}", None if same else f"{known}: take that, or watch the tests (make test)")
-    if shutil.which("nvidia-smi") and not torch.version.cuda:
+    if shutil.which("nvidia-smi") and not torch.version.cuda and not is_hidden():
         yield Line("torch without CUDA on a machine with nvidia-smi", "install the build for CUDA")
     if torch.version.cuda:
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
@@ -57,7 +62,7 @@ def versions() -> Iterator[Line]:
         if shutil.which("nvidia-smi"):
             ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
             told += ", driver " + subprocess.run(ask, capture_output=True, text=True).stdout.split("\n")[0]
-            if not torch.cuda.is_available():
+            if not (torch.cuda.is_available() or is_hidden()):
                 remedy = "CUDA does not start: take a torch built for this driver, or a newer driver"
         yield Line(told, remedy)
 
@@ -66,7 +71,11 @@ def devices(nproc: int) -> Iterator[Line]:
     """Look at the GPUs: what they are, whether others use them, how they are connected."""
     count = torch.cuda.device_count()
     if not count:
-        blind = shutil.which("nvidia-smi") and "torch sees none of this node's: CUDA_VISIBLE_DEVICES, driver, or build"
+        blind = (
+            shutil.which("nvidia-smi")
+            and not is_hidden()
+            and "torch sees none of this node's: CUDA_VISIBLE_DEVICES, driver, or build"
+        )
         yield Line("no GPU: training runs on the CPU", blind or None)
         return
     share = f"{nproc} ranks share {count} GPU(s)"

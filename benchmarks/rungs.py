@@ -1,10 +1,11 @@
 """The rungs of benchmarks/ladder.py: what it runs, and what each is compared with."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from benchmarks.call import all_devices
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ MISSING = {
 def lacks(needs: str | None, ranks: int = 1) -> str | None:
     """Return what the machine has not, in words; None where it has all that `ranks` ranks need."""
     gpus = torch.cuda.device_count()
-    if 0 < gpus < ranks and "SLURM_JOB_ID" not in os.environ:
-        return f"needs {ranks} GPUs, and here are {gpus}"
+    if gpus and ranks > all_devices():
+        return f"needs {ranks} GPUs, and here are {all_devices()}"
     if needs and needs.endswith(" GPUs"):  # in this node
         return None if gpus >= int(needs.split()[0]) else f"needs {needs}, and here are {gpus}"
     has_tf32 = gpus > 0 and not torch.version.hip and torch.cuda.get_device_capability() >= (8, 0)

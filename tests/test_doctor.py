@@ -136,7 +136,10 @@ def test_memory_that_is_not_there(monkeypatch):
     assert line.endswith("try --tensor_parallel 2 of train_mp.py")
     found["after_forward"]["Activation"] = 16 * GIB
     (line,) = changes(memory(config, 10**6, found))
-    assert "try --accumulation_steps 2, then --activation_checkpoint block, then --context_parallel 2 of" in line
+    assert (
+        "try --local_batch_size 1 --accumulation_steps 2, then --activation_checkpoint block, then --context_parallel 2 of"
+        in line
+    )
     assert not changes(memory(config, 1, found | {"peak": GIB}))
 
 
@@ -189,7 +192,7 @@ def test_gradients_go_over_the_one_group_that_there_is(monkeypatch):
     for group in ("cp", "dp"):
         monkeypatch.setattr(doctor, "measure_collectives", lambda *args, group=group, **env: speeds(**{group: 1.0}))
         (line,) = changes(doctor.communication([], 4, {"dp-cp": 1e9}, step=1.0))
-        assert line.startswith(f"change  {group} of 4 ranks") and ": " in line
+        assert line.startswith(f"change  {group} of 4 ranks") and "a larger batch, in several" in line
 
 
 def test_peer_to_peer_that_is_slower(monkeypatch):

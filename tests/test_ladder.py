@@ -92,7 +92,7 @@ def test_gains_and_their_noise(runs):
     )
 
 
-ABOUT = {"config": "demo", "device": "a <CPU>", "cores": 2, "torch": "2.13", "commit": "abc"}
+ABOUT = {"config": "demo", "device": "a <CPU>", "cores": 2, "torch": "2.13", "commit": "abc", "noise": 1.05}
 
 
 def test_what_is_written(runs, tmp_path):
@@ -102,6 +102,7 @@ def test_what_is_written(runs, tmp_path):
     assert record["figures"]["gain of steps: + workers"] == 2 and record["rungs"] == rows
     table = (tmp_path / "ladder_demo.md").read_text()
     assert table.startswith("a <CPU>, 2 cores, PyTorch 2.13, commit abc: `python ")
+    assert "`. Rungs that are the same command came out up to 1.05 x apart.\n" in table
     assert (
         "+ workers | 22.0 | 2.00 | baseline | 1.83 to 2.18 |" in table
         and "+ TF32 | skipped: no tensor cores |" in table
@@ -274,4 +275,5 @@ def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, caps
         and len(lines[0]["losses"]) == 10
     )
     assert not (tmp_path / "out.runs").exists()
+    assert json.loads((tmp_path / "out.json").read_text())["about"]["noise"] >= 1
     assert ">fused |" in capsys.readouterr().out

@@ -131,7 +131,7 @@ def test_what_is_tried_first_where_operators_work():
 def test_what_takes_less_memory():
     config = Config(global_batch_size=8, attention="math", context_parallel=2).with_batches(1)
     assert list(memory_advice(2.0, 1.0, config)) == [
-        "--attention auto", "--accumulation_steps 2", "--activation_checkpoint block",
+        "--attention auto", "--local_batch_size 4 --accumulation_steps 2", "--activation_checkpoint block",
         "--context_parallel 4 of train_mp.py",
     ]  # fmt: skip
     small = Config(global_batch_size=1, activation_checkpoint="block").with_batches(1)
@@ -154,7 +154,7 @@ def test_who_runs_out_of_memory_learns_what_filled_it(tiny, monkeypatch):
     (told,) = caught.value.__notes__
     assert re.fullmatch(
         r"Out of memory on rank 0, with GiB of weights 0\.00, gradients 0\.00, optimizer 0\.00, activations [\d.]+\. "
-        r"To try: --accumulation_steps 2, then --activation_checkpoint block, then .*",
+        r"To try: --local_batch_size 4 --accumulation_steps 2, then --activation_checkpoint block, then .*",
         told,
     )
     assert told in (run_folder(tiny_flags(tiny)) / "out.log").read_text()

@@ -49,21 +49,21 @@ def cores_in_reach() -> set[int]:
 class SystemWatch:
     """Looks at this process and at its GPU once a second, in a thread of its own.
 
-    Reader processes of this one count with it. What the node sends and receives is that of all its processes, but not
+    Reader processes of this one count with it, but not their memory, most of which is this one's. What the node sends and receives is that of all its processes, but not
     what RDMA moves past the system. What cannot be known is left out: drivers and containers may hide some of it.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.process = device, psutil.Process()
         self.looks = {
-            "memory_gb": self._memory,
+            "memory_gb": lambda: self.process.memory_info().rss / 2**30,
             "node_memory": lambda: psutil.virtual_memory().percent / 100,
         }
         self.gpu_looks = {}
         if device.type == "cuda":
             self.gpu_looks = {name: (lambda ask=ask: ask(device)) for name, ask in GPU.items()}
         self.samples: dict[str, list[float]] = defaultdict(list)
-        self.newest: dict[str, float] = {}
+        self.newest: dict[str, tuple[float, float]] = {}  # value, and when
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.begin, self.counters = time.perf_counter(), self._counters()
         self.thread = threading.Thread(target=self._watch, daemon=True)
@@ -81,7 +81,9 @@ class SystemWatch:
         with self.lock:
             samples, self.samples = self.samples, defaultdict(list)
             for name in set(self.gpu_looks) & set(self.newest) - set(samples):  # since then nobody looked
-                samples[name] = [self.newest[name]]
+                value, moment = self.newest[name]
+                if now - moment < 3 * INTERVAL:
+                    samples[name] = [value]
         seconds, self.begin = now - self.begin, now
         used: dict[str, float] = defaultdict(float)
         for (name, owner), total in self.counters.items():
@@ -114,17 +116,7 @@ class SystemWatch:
                 continue
             with self.lock:
                 self.samples[name].append(value)
-                self.newest[name] = value
-
-    def _memory(self) -> float:
-        """Return the GiB that this process and its readers have, shared memory once."""
-        total = self.process.memory_info().rss
-        with contextlib.suppress(psutil.Error, OSError):  # a node may hide processes
-            for reader in self.process.children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # it has just ended
-                    held = reader.memory_info()
-                    total += held.rss - getattr(held, "shared", 0)
-        return total / 2**30
+                self.newest[name] = value, time.perf_counter()
 
     def _counters(self) -> dict[tuple[str, int], float]:
         """Return CPU seconds and GiB by storage of each process, and by network of the node (0), since their start."""

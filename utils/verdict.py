@@ -185,8 +185,9 @@ def memory_advice(activations: float, others: float, config: Config) -> Iterator
     if activations > others:
         if config.attention == "math":
             yield "--attention auto"
-        if config.local_batch_size > 1:
-            yield f"--accumulation_steps {2 * config.accumulation_steps}"
+        if config.local_batch_size % 2 == 0:
+            half, twice = config.local_batch_size // 2, 2 * config.accumulation_steps
+            yield f"--local_batch_size {half} --accumulation_steps {twice}"
         if config.activation_checkpoint == "none":
             yield "--activation_checkpoint block"
         yield f"--context_parallel {2 * config.context_parallel} of train_mp.py"

@@ -71,12 +71,9 @@ def devices(nproc: int) -> Iterator[Line]:
     """Look at the GPUs: what they are, whether others use them, how they are connected."""
     count = torch.cuda.device_count()
     if not count:
-        blind = (
-            shutil.which("nvidia-smi")
-            and not is_hidden()
-            and "torch sees none of this node's: CUDA_VISIBLE_DEVICES, driver, or build"
-        )
-        yield Line("no GPU: training runs on the CPU", blind or None)
+        unseen = shutil.which("nvidia-smi") and not is_hidden()
+        remedy = "torch sees none of this node's: CUDA_VISIBLE_DEVICES, driver, or build" if unseen else None
+        yield Line("no GPU: training runs on the CPU", remedy)
         return
     share = f"{nproc} ranks share {count} GPU(s)"
     yield Line(f"{count} GPU(s) for {nproc} rank(s)", f"{share}: start one rank a GPU" if nproc > count else None)

@@ -49,8 +49,9 @@ def cores_in_reach() -> set[int]:
 class SystemWatch:
     """Looks at this process and at its GPU once a second, in a thread of its own.
 
-    Reader processes of this one count with it, but not their memory, most of which is this one's. What the node sends and receives is that of all its processes, but not
-    what RDMA moves past the system. What cannot be known is left out: drivers and containers may hide some of it.
+    Reader processes of this one count with it, but not their memory, most of which is this one's. What the node sends
+    and receives is that of all its processes, but not what RDMA moves past the system. What cannot be known is left
+    out: drivers and containers may hide some of it.
     """
 
     def __init__(self, device: torch.device):

@@ -6,8 +6,9 @@
 
 Each rung is a run in a process of its own: two epochs, of which the second counts. All rungs run once, then all once
 more, `--repeats` times: a machine that slows down meanwhile slows all of them. A gain is the median of the ratios to
-the rung below, each within one round. It is noise where these ratios lie on both sides of 1, or where rungs that are
-one and the same command come out as far apart. What the machine cannot do is skipped, with the reason.
+the rung below, each within one round. It is noise where these ratios lie on both sides of 1, or where it is less than
+twice its standard error, which rungs that are one and the same command tell. What the machine cannot do is skipped,
+with the reason.
 
 Writes what it found to `--json`, and beside it as .md (tables), .png (bars) and .html (all in one page). Interrupted,
 the same command goes on where it stopped, and tries again what failed: .runs.jsonl has what was done.
@@ -16,7 +17,6 @@ the same command goes on where it stopped, and tries again what failed: .runs.js
 import argparse
 import dataclasses
 import json
-import math
 import shutil
 import subprocess
 import sys
@@ -31,7 +31,7 @@ import torch  # noqa: E402
 
 from benchmarks import ladder_report  # noqa: E402
 from benchmarks.call import all_devices, call, check_place, end_on_signals, launch, reason, stay_on  # noqa: E402
-from benchmarks.ladder_runs import Runs, evaluate, noise, why_not  # noqa: E402
+from benchmarks.ladder_runs import Runs, evaluate, standard_error, why_not  # noqa: E402
 from benchmarks.record import device_name  # noqa: E402
 from benchmarks.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
 from utils.config import Config  # noqa: E402
@@ -162,9 +162,9 @@ def main(argv: list[str]) -> None:
                 raise ValueError(f"the baseline has no figures ({why_not([result])}): give flags with which it runs")
             told = why_not([result]) or f"{result['samples_per_sec']:.2f} samples/s"
             print(f"{number + 1}/{args.repeats}  {rung.key:50} {told}", flush=True)
-    rows, apart = evaluate(rungs, runs), noise(rungs, runs)
+    rows = evaluate(rungs, runs)
     about = {name: value for name, value in setup.items() if name != "configuration"}
-    about |= {"repeats": args.repeats, "config": config.config, "noise": apart and math.exp(apart)}
+    about |= {"repeats": args.repeats, "config": config.config, "standard_error": standard_error(rungs, runs)}
     ladder_report.write(record, rows, about)
     print(record.with_suffix(".md").read_text())
     if args.update_readme:

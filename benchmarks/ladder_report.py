@@ -70,11 +70,12 @@ def anchor(ladder: str, row: Row) -> str:
 
 
 def machine(record: dict[str, Any]) -> str:
-    """Return on what, by what, and how a record came about, and how far one command was from itself."""
+    """Return on what, by what, and how a record came about, and how sure it is."""
     about = record["about"]
     where = f"{about['device']}, {about['cores']} cores, PyTorch {about['torch']}, commit {about['commit']}"
-    apart = f" Rungs that are the same command came out up to {about['noise']:.2f} x apart." if about["noise"] else ""
-    return f"{where}: `{record['command']}`.{apart}"
+    error = about["standard_error"]
+    told = f" A gain's standard error, by rungs that are the same command: {error:.1%}." if error else ""
+    return f"{where}: `{record['command']}`.{told}"
 
 
 def markdown(ladder: str, record: dict[str, Any]) -> str:

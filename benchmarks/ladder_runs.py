@@ -47,14 +47,20 @@ def why_not(results: list[dict[str, Any]]) -> str | None:
     return next((f"{word}: {r[word]}" for r in results for word in ("skipped", "failed") if word in r), None)
 
 
-def noise(rungs: list[Rung], runs: Runs) -> float | None:
-    """Return the gain of a rung over another one with the same command, the largest there is, as a logarithm."""
-    apart = []
+def standard_error(rungs: list[Rung], runs: Runs) -> float | None:
+    """Return the standard error of a gain's logarithm, as rungs tell that are one and the same command.
+
+    Their logarithms should be 0. That of a median of n is 1.25 times the one of a mean (Kenney & Keeping 1962).
+    """
+    logarithms, rounds = [], 0
     for one, other in itertools.combinations(rungs, 2):
-        same = all(getattr(one, name) == getattr(other, name) for name in ("script", "flags", "batch", "ranks"))
-        if same and (ratios := gains(runs, one, other)):
-            apart.append(abs(math.log(statistics.median(ratios))))
-    return max(apart, default=None)
+        if all(getattr(one, name) == getattr(other, name) for name in ("script", "flags", "batch", "ranks")):
+            ratios = gains(runs, one, other)
+            logarithms += map(math.log, ratios)
+            rounds = max(rounds, len(ratios))
+    if not logarithms:
+        return None
+    return 1.25 * math.sqrt(statistics.fmean(x**2 for x in logarithms) / rounds)
 
 
 def gains(runs: Runs, rung: Rung, below: Rung) -> list[float]:
@@ -80,7 +86,7 @@ def evaluate(rungs: list[Rung], runs: Runs) -> list[dict[str, Any]]:
         under = by_key.get(rung.below)
         return below(under) if under and why_not(runs.of(under)) else under
 
-    baseline, apart = by_key["steps: baseline"], noise(rungs, runs)
+    baseline, error = by_key["steps: baseline"], standard_error(rungs, runs)
     rows = []
     for rung in rungs:
         results = runs.of(rung)
@@ -102,6 +108,6 @@ def evaluate(rungs: list[Rung], runs: Runs) -> list[dict[str, Any]]:
         if (under := below(rung)) and (ratios := gains(runs, rung, under)):
             low, gain, high = min(ratios), statistics.median(ratios), max(ratios)
             row |= {"below": under.name, "gain": gain, "gain_range": [low, high]}
-            row["is_noise"] = low <= 1 <= high or (apart is not None and abs(math.log(gain)) <= apart)
+            row["is_noise"] = low <= 1 <= high or (error is not None and abs(math.log(gain)) <= 2 * error)
         rows.append(row)
     return rows

@@ -89,8 +89,8 @@ MUTATIONS = [
     ("utils/tracker", "            self.is_lost = True\n", "            pass\n", "tracker -k fails"),
     (
         "benchmarks/ladder_runs",
-        "low <= 1 <= high or (apart is",
-        "low <= 1 <= high or (False and apart is",
+        "low <= 1 <= high or (error is",
+        "low <= 1 <= high or (False and error is",
         "ladder -k noise",
     ),
     (
@@ -119,8 +119,8 @@ MUTATIONS = [
         "if False and why_not",
         "ladder -k noise",
     ),
-    ("benchmarks/ladder_runs", "same = all(", "same = any(", "ladder -k identical"),
-    ("benchmarks/ladder_runs", "math.log(statistics.median(ratios))", "math.log(max(ratios))", "ladder -k identical"),
+    ("benchmarks/ladder_runs", "if all(getattr(one", "if any(getattr(one", "ladder -k identical"),
+    ("benchmarks/ladder_runs", " / rounds)", ")", "ladder -k identical"),
     ("benchmarks/rungs", "if batch % 2 else", "if False else", "ladder -k stands_on"),
     ("benchmarks/data_parallel", "nn.DataParallel(model, list(range(args.gpus)))", "model", "ladder -k wrapper"),
     ("benchmarks/ladder_runs", 'if "losses" in run]', "]", "ladder -k tried_again"),

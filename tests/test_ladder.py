@@ -16,7 +16,7 @@ import train
 from benchmarks import call as calls
 from benchmarks import ladder, ladder_report
 from benchmarks.call import call, reason
-from benchmarks.ladder_runs import Runs, evaluate, noise
+from benchmarks.ladder_runs import Runs, evaluate, standard_error
 from benchmarks.rungs import DATA_PARALLEL, all_rungs, chosen, lacks
 from tests.helpers import ROOT, losses, run_folder, run_here, tiny_flags
 from utils import launch
@@ -84,7 +84,7 @@ def test_gains_and_their_noise(runs):
     assert workers["gain"] == 2 and workers["gain_range"] == [22 / 12, 24 / 11] and not workers["is_noise"]
     assert rows["steps: + prefetch"]["is_noise"]  # the range holds 1
     assert rows["steps: + fused"]["below"] == "+ prefetch"  # not TF32, which was skipped
-    assert rows["steps: + fused"]["is_noise"]  # above 1 each time, but no more than the baseline to itself
+    assert rows["steps: + fused"]["is_noise"]  # above 1 each time, but by less than twice 3%
     assert rows["alone: bf16"]["gain"] == 3 and rows["alone: bf16"]["loss_change"] == pytest.approx(2e-3)
     assert rows["steps: + workers"]["loss_change"] == 0 and workers["compile_sec"] == 2
     assert (
@@ -92,7 +92,7 @@ def test_gains_and_their_noise(runs):
     )
 
 
-ABOUT = {"config": "demo", "device": "a <CPU>", "cores": 2, "torch": "2.13", "commit": "abc", "noise": 1.05}
+ABOUT = {"config": "demo", "device": "a <CPU>", "cores": 2, "torch": "2.13", "commit": "abc", "standard_error": 0.05}
 
 
 def test_what_is_written(runs, tmp_path):
@@ -102,7 +102,7 @@ def test_what_is_written(runs, tmp_path):
     assert record["figures"]["gain of steps: + workers"] == 2 and record["rungs"] == rows
     table = (tmp_path / "ladder_demo.md").read_text()
     assert table.startswith("a <CPU>, 2 cores, PyTorch 2.13, commit abc: `python ")
-    assert "`. Rungs that are the same command came out up to 1.05 x apart.\n" in table
+    assert "`. A gain's standard error, by rungs that are the same command: 5.0%.\n" in table
     assert (
         "+ workers | 22.0 | 2.00 | baseline | 1.83 to 2.18 |" in table
         and "+ TF32 | skipped: no tensor cores |" in table
@@ -127,19 +127,20 @@ def test_runs_of_another_ladder_are_not_mixed(runs, tmp_path):
         Runs(tmp_path / "runs.jsonl", {"flags": ["--depth=3"]})
 
 
-def test_identical_commands_tell_what_noise_is(runs):
-    """Nothing that is measured less often than the baseline to itself; without any, nothing is said to be noise."""
+def test_identical_commands_tell_how_sure_a_gain_is(runs):
+    """Those of the same flags, ranks and script; without any, nothing is known."""
     by_key = {rung.key: rung for rung in RUNGS}
     last, one, script = (
         by_key[f"{key}"] for key in ("steps: + compile", "weak scaling: 1 rank", "model parallel: 1 rank")
     )
-    before = noise(RUNGS, runs)
-    assert before == pytest.approx(math.log(11.5 / 11))  # the middle of the rounds, as a gain is
+    again = [math.log(ratio) ** 2 for ratio in (10.5 / 10, 12.4 / 12, 11.5 / 11)]
+    assert standard_error(RUNGS, runs) == pytest.approx(1.25 * math.sqrt(sum(again) / 3 / 3))
     for rung, speeds in ((last, (10, 10, 10)), (one, (15, 40, 12)), (script, (90, 90, 90))):  # of another script
         for number, speed in enumerate(speeds):
             runs.add(rung, number, result(speed))
-    assert noise(RUNGS, runs) == pytest.approx(math.log(1.5))
-    assert noise([by_key["alone: bf16"]], runs) is None
+    again += [math.log(ratio) ** 2 for ratio in (1.5, 4, 1.2)]
+    assert standard_error(RUNGS, runs) == pytest.approx(1.25 * math.sqrt(sum(again) / 6 / 3))
+    assert standard_error([by_key["alone: bf16"]], runs) is None
 
 
 def test_what_failed_is_tried_again(runs, tmp_path):
@@ -275,5 +276,5 @@ def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, caps
         and len(lines[0]["losses"]) == 10
     )
     assert not (tmp_path / "out.runs").exists()
-    assert json.loads((tmp_path / "out.json").read_text())["about"]["noise"] >= 1
+    assert json.loads((tmp_path / "out.json").read_text())["about"]["standard_error"] > 0
     assert ">fused |" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def tell(readme: Path) -> None:
     """Write the verdict to its place in the README."""
     verdict = json.loads((HERE / "float32/report/report.json").read_text())["verdict"]
     place = re.compile(r"(?<=<!-- verdict -->\n).*?(?=<!-- end -->)", re.S)
-    readme.write_text(place.sub(lambda _: f"> {verdict}\n", readme.read_text()))
+    readme.write_text(place.sub(lambda _: f"> {verdict}\n", readme.read_text(), count=1))
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def call(command: list[str], env: dict[str, str], limit: float) -> tuple[int, st
 
 def reason(errors: str) -> str:
     """Return the line that says why a run failed: our own, else the first error of any; a launcher's comes last."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.splitlines() if line.strip("=- ")]
     ours = [line for line in lines if ".py: error: " in line]
     any_error = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return (ours or any_error or lines[-1:] or ["no message"])[0][-300:]

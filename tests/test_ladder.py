@@ -59,7 +59,7 @@ def runs(tmp_path):
     found = Runs(tmp_path / "runs.jsonl", {"flags": []})
     speeds = {
         "steps: baseline": (10, 12, 11), "steps: the same again": (10.5, 12.4, 11.5), "steps: + workers": (20, 22, 24),
-        "steps: + prefetch": (20, 23, 23), "steps: + fused": (21, 23.5, 23.5), "alone: bf16": (30, 36, 33),
+        "steps: + prefetch": (19, 26, 28), "steps: + fused": (19.5, 26.6, 28.6), "alone: bf16": (30, 36, 33),
     }  # fmt: skip
     for key, values in speeds.items():
         for number, speed in enumerate(values):
@@ -82,7 +82,7 @@ def test_gains_and_their_noise(runs):
     workers = rows["steps: + workers"]
     assert workers["samples_per_sec"] == 22 and workers["range"] == [20, 24]
     assert workers["gain"] == 2 and workers["gain_range"] == [22 / 12, 24 / 11] and not workers["is_noise"]
-    assert rows["steps: + prefetch"]["is_noise"]  # the range holds 1
+    assert rows["steps: + prefetch"]["is_noise"] and rows["steps: + prefetch"]["gain"] > 1.15  # its range holds 1
     assert rows["steps: + fused"]["below"] == "+ prefetch"  # not TF32, which was skipped
     assert rows["steps: + fused"]["is_noise"]  # above 1 each time, but by less than twice 3%
     assert rows["alone: bf16"]["gain"] == 3 and rows["alone: bf16"]["loss_change"] == pytest.approx(2e-3)
@@ -202,6 +202,8 @@ def test_why_a_run_failed_in_one_line():
     assert reason(f"some warning\n{ours}\n{launcher}\n===\n") == ours
     assert reason(f"{trace}\n{launcher}\n  train.py FAILED\n") == "RuntimeError: no memory"
     assert reason("killed\n") == "killed" and reason("") == "no message"
+    killed = "traceback : Signal 9 (SIGKILL) received by PID 1"
+    assert reason(f"{launcher}\n  train.py FAILED\n-----\n  {killed}\n=====\n") == killed
 
 
 def test_too_few_samples_are_a_reason_to_skip(tmp_path):

@@ -62,6 +62,16 @@ def test_a_rank_whose_profile_fails_holds_up_nobody(tiny):
     assert "operators" not in report and "verdict" in report
 
 
+def test_no_rank_steps_before_all_profilers_have_begun(tiny, monkeypatch):
+    """Else one whose profiler starts slowly would seem to be the slowest rank."""
+    told, start, barrier, step = [], StepProfiler.start, torch.distributed.barrier, train.forward_backward
+    monkeypatch.setattr(StepProfiler, "start", lambda self: told.append("start") or start(self))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda *args: told.append("barrier") or barrier(*args))
+    monkeypatch.setattr(train, "forward_backward", lambda *args, **more: told.append("step") or step(*args, **more))
+    run_here(tiny_flags(tiny, "--report"))
+    assert told[told.index("start") :][:3] == ["start", "barrier", "step"]
+
+
 def test_a_run_that_stops_in_its_profiled_step(tiny):
     """The clock stops it after the last step of the first epoch, which is the one that is profiled."""
     argv = tiny_flags(tiny, "--report", "--num_iters", "6")
@@ -77,6 +87,7 @@ def test_a_run_that_stops_in_its_profiled_step(tiny):
         pytest.raises(Ended),
     ):
         run_here(argv)
+    assert not torch.autograd._profiler_enabled()
     folder = run_here([*argv, "--resume", "auto"])
     assert [event["epoch"] for event in records(folder, "time")] == [1, 1, 2, 3]
     assert "Operators of one step" in (folder / "out.log").read_text()
@@ -165,12 +176,14 @@ def test_readers_that_end_and_begin(monkeypatch):
     watch.close()
     looks = iter(
         [
+            {("cpu_seconds", 1): 9.0},
             {("cpu_seconds", 1): 10.0, ("cpu_seconds", 2): 50.0, ("sent_gb", 0): 7.0},
             {("cpu_seconds", 1): 12.0, ("cpu_seconds", 3): 1.0, ("sent_gb", 0): 9.0},
         ]
     )
     monkeypatch.setattr(watch, "_counters", lambda: next(looks))
     watch.take()
+    assert watch.take()["sent_gb"] == 0  # it was not known before, and is the node's of many days
     found = watch.take()
     assert found["cores"] * found["seconds"] == pytest.approx(3) and found["sent_gb"] == 2
 

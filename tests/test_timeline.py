@@ -79,6 +79,25 @@ def test_ranges_of_nsight_systems_have_the_same_names(monkeypatch):
     assert told == ["step 3", "data copy in 3", "end", "forward", "end", "end"]
 
 
+def test_a_record_knows_the_slowest_rank(clock, monkeypatch):
+    """Rank 1 took longer to go forward, rank 0 to go back."""
+
+    def gather(ranks, mine):
+        ranks[:] = [{"forward": 1.0, "backward": 3.0, "wall": 5.0}, {"forward": 2.0, "backward": 1.0, "wall": 5.0}]
+
+    monkeypatch.setattr(time_report.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(time_report.dist, "all_gather_object", gather)
+    told = []
+    report = time_report.TimeReport(torch.nn.Identity(), torch.device("cpu"), 0, told.append)
+    report.record(1, 4)
+    (record,) = told
+    assert [record["longest_rank"][part] for part in ("forward", "backward")] == [1, 0]
+    assert [record["longest"][part] for part in ("forward", "backward")] == [2, 3] and record["seconds"][
+        "forward"
+    ] == 1.5
+    assert report.by_rank()["forward"] == [1, 2]
+
+
 def check_times(folder, epochs):
     """The times of a run that was to the end have these epochs, and add up."""
     events = records(folder, "time")

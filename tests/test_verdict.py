@@ -83,6 +83,8 @@ def test_the_shares_add_up():
         SLOWEST: 4 / 16,
     }
     assert found.bounds() == shares and found.slowest_rank() == (1, "data copy")
+    mirrored = measured({part: seconds[::-1] for part, seconds in PARTS_OF_TWO.items()}, [(3, 0), (3, 0)])
+    assert mirrored.bounds() == shares and mirrored.slowest_rank() == (0, "data copy")
     together = {"launching or computing": shares.pop("launching") + shares.pop("computing")}
     for unknown in (None, (None, 0.0)):
         assert measured(PARTS_OF_TWO, [unknown, (3, 0)]).bounds() == shares | together

@@ -78,7 +78,7 @@ class Measured:
             "communicating": min(waits),
             "waiting for the slowest rank": max(waits) - min(waits),
         }
-        total = sum(seconds.values()) or 1.0
+        total = sum(seconds.values())
         return {name: value / total for name, value in seconds.items()}
 
     def unseen(self, rank: int) -> float:

@@ -46,6 +46,7 @@ def run_tests(copy: Path, tests: str) -> str | None:
         done = subprocess.run([*command, *options], cwd=copy, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return "the tests hang"
-    if done.returncode not in (0, 1):
+    if done.returncode > 1:
         raise RuntimeError(f"{tests}: {done.stdout[-1000:]}{done.stderr[-1000:]}")
-    return next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), None)
+    crashed = "the process crashes" if done.returncode < 0 else None
+    return next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), crashed)

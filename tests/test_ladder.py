@@ -108,7 +108,7 @@ def test_what_is_written(runs, tmp_path):
         and "+ TF32 | skipped: no tensor cores |" in table
     )
     assert '| <a id="ladder-demo-steps-workers"></a>+ workers |' in table
-    assert "1.00, noise" in table
+    assert "| 1.17, noise | + workers |" in table
     assert (tmp_path / "ladder_demo.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "ladder_demo.html").read_text()
     assert "a &lt;CPU&gt;" in page and "data:image/png;base64," in page and not re.search(r"(src|href)=\"http", page)

@@ -61,7 +61,7 @@ doctor: data/demo
 ladder: data/demo
 	$(PYTHON) benchmarks/ladder.py $(ARGS)
 
-# Runs every laptop command of the README, as written: seven minutes. ITERATIONS=20 leaves runs out after so many.
+# Runs every laptop command of the README, as written: some minutes. ITERATIONS=20 ends each after so many.
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py $(ITERATIONS)
 

@@ -15,9 +15,13 @@ from utils.system_watch import cores_in_reach
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def has_srun() -> bool:
+    return "SLURM_JOB_ID" in os.environ and shutil.which("srun") is not None
+
+
 def nodes_in_reach() -> int:
     """Return on how many nodes ranks can be started: on those of a job that has srun, else on this one."""
-    return int(os.environ.get("SLURM_NNODES", 1)) if "SLURM_JOB_ID" in os.environ and shutil.which("srun") else 1
+    return int(os.environ.get("SLURM_NNODES", 1)) if has_srun() else 1
 
 
 def all_devices() -> int:
@@ -57,7 +61,7 @@ def launch(script: str, ranks: int) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts a script on some ranks, and its environment: torchrun here, srun inside a job."""
     command, cpus = [sys.executable, script], len(cores_in_reach()) // ranks
     env = dict(os.environ)
-    if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
+    if has_srun():
         nodes, on_each = spread(ranks)
         cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", len(cores_in_reach()))) // on_each
         share = [f"--nodes={nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={on_each}"]

@@ -44,6 +44,7 @@ MUTATIONS = [
         "                pass  # no rank",
         "observers -k all_profilers",
     ),
+    ("utils/observers", "if self.steps == sum(self.config.profile_steps):  #", "if True:  #", "observers -k around"),
     ("utils/observers", "        self.seconds += time", "        0 + time", "observers -k no_training"),
     ("utils/observers", "or self.steps < self.earliest", "", "observers -k short_runs"),
     (

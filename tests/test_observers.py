@@ -10,7 +10,7 @@ import torch
 
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
-from utils import run_costs, step_profile, system_watch
+from utils import observers, run_costs, step_profile, system_watch
 from utils.launch import Ended
 from utils.run_costs import RunCosts
 from utils.step_profile import StepProfiler
@@ -70,6 +70,15 @@ def test_no_rank_steps_before_all_profilers_have_begun(tiny, monkeypatch):
     monkeypatch.setattr(train, "forward_backward", lambda *args, **more: told.append("step") or step(*args, **more))
     run_here(tiny_flags(tiny, "--report"))
     assert told[told.index("start") :][:3] == ["start", "barrier", "step"]
+
+
+@pytest.mark.parametrize("flags, waits", [(["--report"], 2), ([*TRACED[:3], "1", "1", "2"], 1)])
+def test_a_gpu_is_waited_for_around_a_profile_alone(tiny, monkeypatch, flags, waits):
+    """Around the report's step; not between the steps of a trace, which shows how they overlap."""
+    told = []
+    monkeypatch.setattr(observers, "synchronize", told.append)
+    run_here(tiny_flags(tiny, "--num_iters", "6", *flags))
+    assert len(told) == waits
 
 
 def test_a_run_that_stops_in_its_profiled_step(tiny):

@@ -75,6 +75,7 @@ class Observers:
         """Look at the step in this block; the report looks closely at the last one of an epoch."""
         is_profiled = is_last and self._wants_profile()
         if is_profiled:
+            synchronize(self.device)  # what a GPU has still to do is training
             with self._aside():
                 with harmless("the profile of a step"):
                     self.profiler.start()
@@ -85,12 +86,15 @@ class Observers:
             self.costs.time.step_is_done()
         if is_profiled:
             self.is_profiled, found = True, None
+            synchronize(self.device)
             with self._aside():
                 if self.profiler.is_on:
                     with harmless("the profile of a step"):
                         found = self.profiler.stop()
                 self.costs.keep(found)
         if self.config.profile == "torch" and self.steps <= sum(self.config.profile_steps):
+            if self.steps == sum(self.config.profile_steps):  # not before: a trace shows how steps overlap
+                synchronize(self.device)
             with self._aside():
                 if self.trace:
                     with harmless("--profile torch"):
@@ -106,8 +110,7 @@ class Observers:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Take the time of what is no training. A GPU first does what training has asked of it."""
-        synchronize(self.device)
+        """Take the time of what is no training."""
         begin = time.perf_counter()
         with span("profiling"):
             yield

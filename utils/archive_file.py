@@ -70,7 +70,7 @@ def pieces_in(path: str, useless: dict[str, str]) -> Iterator[tuple[tuple[str, f
 
     What cannot be a channel is noted in `useless`, with the reason.
     """
-    for dataset in _open(path):
+    for dataset in open_archive(path):
         dataset = dataset.rename(_axis_names(dataset))
         bounds = {dataset[name].attrs.get("bounds") for name in dataset.coords}
         for variable, values in dataset.data_vars.items():
@@ -138,7 +138,7 @@ def _times(path: str, values: "xarray.DataArray") -> tuple[np.ndarray | None, st
     return (times.astype(np.int64) + 500_000_000) // 1_000_000_000, axis
 
 
-def _open(path: str) -> list["xarray.Dataset"]:
+def open_archive(path: str) -> list["xarray.Dataset"]:
     """Open a file; GRIB files come as several data sets, one for each kind of level."""
     try:
         import xarray

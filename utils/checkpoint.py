@@ -133,15 +133,15 @@ def metadata(folder: Path) -> dict[str, Any]:
         raise Unreadable(f"{folder / '.metadata'}: {_reason(error)}") from None
 
 
-def load(folder: Path, shards: dict[str, Tensor]) -> None:
-    """Fill `shards` in place from a checkpoint of any grid; without a process group, with whole tensors.
+def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
+    """Fill `shards` in place from a checkpoint of any grid; `alone`, on one process, with whole tensors.
 
     Raises Unreadable, on all ranks, if it fails.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(shards, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+            dcp.load(shards, storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
     except FAILURES as error:
         raise Unreadable(f"{folder}: {_reason(error)}") from None
 
@@ -150,8 +150,17 @@ def read(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, whole, on one process. Raises Unreadable."""
     found = {name: x for name, x in metadata(folder).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in found.items()}
-    load(folder, tensors)
+    load(folder, tensors, alone=True)
     return tensors
+
+
+def read_weights(folder: Path, kind: str = "model") -> dict[str, Tensor]:
+    """Return the weights in a checkpoint, or their moving average (`ema`), as a model on one device names them.
+
+    Raises Unreadable.
+    """
+    weights = {name.removeprefix(f"{kind}."): x for name, x in read(folder, f"{kind}.").items()}
+    return {name: x.flatten(0, 1) if QKV in name else x for name, x in weights.items()}
 
 
 def name(iteration: int, is_validated: bool) -> str:
@@ -189,9 +198,8 @@ def export(source: Path, out: Path, best: bool = False) -> str:
     The file is that of `torch.save(model.state_dict())` on a single device: `torch.load(out, weights_only=True)`.
     Returns a line that says so. Raises ValueError where there is no such checkpoint, or `out` cannot be written.
     """
-    folder, info = _choose(source, best)
-    weights = {name.removeprefix("model."): x for name, x in read(folder, "model.").items()}
-    weights = {name: x.flatten(0, 1) if QKV in name else x for name, x in weights.items()}
+    folder, info = choose(source, best)
+    weights = read_weights(folder)
     part = out.with_name(f"{out.name}.part")
     try:
         torch.save(weights, part)
@@ -234,7 +242,7 @@ def inspect(source: Path) -> str:
     return "\n".join(lines)
 
 
-def _choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
+def choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint that a path means, with its info. Raises ValueError."""
     if is_name(source.name):
         return source, read_info(source)
@@ -248,7 +256,7 @@ def _choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
         if best and info["best"]["name"] is None:
             raise ValueError(f"{source} was not validated yet: leave --best out")
         if best and folder.name != info["best"]["name"]:
-            return _choose(folder.with_name(info["best"]["name"]), best=False)
+            return choose(folder.with_name(info["best"]["name"]), best=False)
         return folder, info
     raise ValueError(f"{source} has no complete checkpoint: {why}")
 

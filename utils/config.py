@@ -202,3 +202,19 @@ class Config:
         # Both sizes would be refused on another number of ranks, and to repeat a run is not to go on with it.
         section.update(local_batch_size=None, data_dir=None, resume="none")
         path.write_text(yaml.safe_dump({section.pop("config"): section}, sort_keys=False))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What evaluate.py does with a model; each field is a flag."""
+
+    checkpoint: str | None = _key(None, "folder of a run, or of one of its checkpoints, or a file of exported weights")
+    best: bool = _key(False, "of a run the checkpoint with the lowest validation loss, not the newest")
+    weights: str = _key("all", "weights to forecast with: raw, their moving average, or each", ("all", "raw", "ema"))
+    out: str | None = _key(None, "folder of the results: evaluation/ in the run's folder, or beside the weights")
+    lead_hours: float = _key(120.0, "longest lead time", at_least=0)
+    stride: int = _key(1, "forecasts begin at every so-many-th time that has all of its truth", at_least=1)
+    climatology: str | None = _key(None, "means of each day of the year (NetCDF, Zarr) in place of time_means")
+    block_hours: float = _key(24.0, "length of the blocks of times that the bootstrap draws", at_least=0)
+    forecasts: str = _key("none", "write the forecasts, too", ("none", "netcdf", "zarr"))
+    projection: str = _key("plain", "of the maps: plain latitude and longitude, or a class of cartopy.crs")

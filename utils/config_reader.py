@@ -11,16 +11,18 @@ from typing import Any
 
 import yaml
 
-from utils.config import Config
+from utils import checkpoint
+from utils.config import Config, Evaluation
 
 YAML_CONFIG = "config/ViT.yaml"
 # Keys of the tutorial's YAML files that nothing here needs: accepted, and said. The optimiser is always Adam.
 UNUSED_KEYS = ("wireup_info", "wireup_store")
 NOTED_KEYS = (*UNUSED_KEYS, "optimizer")
 
-
 FIELDS = {f.name: f for f in fields(Config)}
-TYPES = typing.get_type_hints(Config)
+EVALUATION = {f.name: f for f in fields(Evaluation)}
+ALL = {**FIELDS, **EVALUATION}
+TYPES = {**typing.get_type_hints(Config), **typing.get_type_hints(Evaluation)}
 
 
 def _unknown(name: str, known: typing.Iterable[str], what: str, where: str) -> ValueError:
@@ -66,7 +68,7 @@ def cast(name: str, value: Any) -> Any:
     Raises ValueError with the rule where that cannot be, or where the value is not a legal one.
     """
     kind, is_list, optional = _parts(name)
-    meta = FIELDS[name].metadata
+    meta = ALL[name].metadata
     if value in (None, "None", ["None"]):
         if optional:
             return None
@@ -91,27 +93,26 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def _parser(chapter: int) -> argparse.ArgumentParser:
-    parser = _Parser(
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        description="Every key of the YAML file is a flag; the command line wins over the YAML section.",
-    )
+def _parse(argv: list[str], helps: dict[str, str], description: str) -> dict[str, Any]:
+    """Return the flags given, of those that have a text in `helps`. Raises ValueError for another, with the closest."""
+    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
     parser.add_argument("--yaml_config", default=YAML_CONFIG, help=f"YAML file of named sections ({YAML_CONFIG})")
-    for name, field in FIELDS.items():
-        kind, is_list, _ = _parts(name)
-        text = f"{field.metadata['help']} ({field.default})".replace("%", "%%")
-        text = text if field.metadata["chapter"] <= chapter else argparse.SUPPRESS
+    for name, text in helps.items():
+        (kind, is_list, _), choices = _parts(name), ALL[name].metadata["choices"]
+        text = text.replace("%", "%%") if text != argparse.SUPPRESS else text
         if kind is bool:
             parser.add_argument(f"--{name}", action="store_const", const=True, help=text)
             parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
         else:
-            choices = field.metadata["choices"]
             metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
             parser.add_argument(f"--{name}", nargs="+" if is_list else None, metavar=metavar, help=text)
     for name in UNUSED_KEYS:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    return parser
+    given, extra = parser.parse_known_args(argv)
+    if extra:
+        names = [f"--{p}{name}" for name in (*helps, "yaml_config") for p in ("", "no_")]
+        raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
+    return vars(given)
 
 
 def _read_section(path: str, section: str) -> dict[str, Any]:
@@ -147,12 +148,13 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     Raises ValueError for an unknown section, key, flag or value, with the closest legal one, and for a key that only
     the scripts after this chapter's know.
     """
-    parser = _parser(chapter)
-    given, extra = parser.parse_known_args(argv)
-    flags = vars(given)
-    if extra:
-        names = [f"--{p}{name}" for name in (*FIELDS, "yaml_config") for p in ("", "no_")]
-        raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
+    helps = {
+        name: f"{field.metadata['help']} ({field.default})"
+        if field.metadata["chapter"] <= chapter
+        else argparse.SUPPRESS
+        for name, field in FIELDS.items()
+    }
+    flags = _parse(argv, helps, "Every key of the YAML file is a flag; the command line wins over the YAML section.")
     path = flags.pop("yaml_config")
     values: dict[str, Any] = {}
     section = flags.get("config", FIELDS["config"].default)
@@ -198,12 +200,59 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         if getattr(config, name) >= 1:
             raise ValueError(f"{name} is {getattr(config, name)}: it takes a probability below 1")
     if config.data_dir is not None:
-        moved = {
-            name: config.data_dir + getattr(config, name).removeprefix("/data")
-            for name in FIELDS
-            if name.endswith("_path") and str(getattr(config, name)).startswith("/data/")
-        }
-        config = replace(config, **moved)
-        if not moved:
+        moved = _move_data(config, config.data_dir)
+        if moved == config:
             remarks.append(f"data_dir changes nothing: no path of section {section!r} begins with /data")
+        config = moved
     return config, remarks
+
+
+def _move_data(config: Config, data_dir: str, before: str = "/data") -> Config:
+    """Return the configuration with `data_dir` in place of `before` at the front of its paths."""
+    paths = {name: str(getattr(config, name)) for name in FIELDS if name.endswith("_path")}
+    moved = {n: data_dir + path.removeprefix(before) for n, path in paths.items() if path.startswith(f"{before}/")}
+    return replace(config, data_dir=data_dir, **moved)
+
+
+# What an evaluation may set of a training's keys, each with what holds where it is not given.
+AGAIN = {
+    **dict.fromkeys(("config", "data_dir", "inf_data_path", "global_means_path", "global_stds_path"), "as in training"),
+    **dict.fromkeys(("time_means_path", "time_diff_stds_path", "channel_names", "plot_channels"), "as in training"),
+    **dict.fromkeys(("local_batch_size", "amp_mode", "tf32", "attention", "mlp_chunks"), "as in training"),
+    **{name: FIELDS[name].default for name in ("device", "enable_jit", "compile_modules", "compile_mode")},
+    **{name: FIELDS[name].default for name in ("comm_timeout", "expandable_segments")},
+}
+
+
+def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any] | None]:
+    """Return what is to be evaluated and how, the configuration of the model, and the info of its checkpoint.
+
+    Exported weights know nothing of their training: it comes from the YAML section, and there is no info.
+
+    Raises ValueError as `load_config` does, and where there is no such checkpoint.
+    """
+    helps = {name: f"{field.metadata['help']} ({field.default})" for name, field in EVALUATION.items()}
+    helps |= {name: f"{FIELDS[name].metadata['help']} ({default})" for name, default in AGAIN.items()}
+    flags = _parse(argv, helps, "Forecasts of a trained model: rollout, skill, pictures.")
+    path = flags.pop("yaml_config")
+    given = {name: cast(name, value) for name, value in flags.items()}
+    evaluation = Evaluation(**{name: value for name, value in given.items() if name in EVALUATION})
+    if evaluation.checkpoint is None:
+        raise ValueError("checkpoint is None: give the folder of a run, one of its checkpoints, or exported weights")
+    source, info = Path(evaluation.checkpoint), None
+    if source.is_file():
+        section = given.get("config", FIELDS["config"].default)
+        config = load_config(["--yaml_config", path, "--config", section])[0]
+        config = replace(config, init_from=str(source))
+    else:
+        if "config" in given:
+            raise ValueError(f"config is for exported weights: {source} knows how it was trained; leave --config out")
+        source, info = checkpoint.choose(source, evaluation.best)
+        known = {name: cast(name, value) for name, value in info["config"].items() if name in FIELDS}
+        config = replace(Config(**known), init_from=None)
+        evaluation = replace(evaluation, checkpoint=str(source))
+    config = replace(config, **{name: default for name, default in AGAIN.items() if default != "as in training"})
+    if "data_dir" in given:
+        config = _move_data(config, given["data_dir"], config.data_dir or "/data")
+    given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or config.global_batch_size
+    return evaluation, replace(config, **{name: x for name, x in given.items() if name in FIELDS}), info

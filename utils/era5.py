@@ -112,6 +112,21 @@ class Files:
             pairs.append(np.stack([np.full(len(t), i), t], axis=1))
         return np.concatenate(pairs)
 
+    def stretches(self, dt: int, steps: int) -> np.ndarray:
+        """Return all stretches of steps + 1 frames, `dt` stored steps apart, as rows of (file, t), [n, steps + 1, 2].
+
+        Where the files store `time` they are one series: a stretch may begin in one file and end in another, and spans
+        no gap. Where they do not, it lies inside a file.
+        """
+        frames = np.array([(file, t) for file, length in enumerate(self.steps) for t in range(length)])
+        if any(times is None for times in self.times) or not (step := self.step_seconds()):
+            first = [t for t, (file, at) in enumerate(frames) if at + dt * steps < self.steps[file]]
+            return frames[np.array(first, int)[:, None] + dt * np.arange(steps + 1)]
+        times, order = np.unique(np.concatenate(self.times), return_index=True)
+        wanted = times[:, None] + np.int64(dt * step) * np.arange(steps + 1)
+        found = np.searchsorted(times, wanted).clip(max=len(times) - 1)
+        return frames[order[found[(times[found] == wanted).all(axis=1)]]]
+
     def date(self, file: int, t: int) -> str:
         """Return the date of a stored step, or the file and index where no `time` is stored."""
         if self.times[file] is None:

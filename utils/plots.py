@@ -1,6 +1,7 @@
 """Pictures: forecasts as plain latitude/longitude maps, with units; the grid of ranks."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -36,23 +37,16 @@ def forecast_figure(
     """
     states = [field for field in fields.values() if field is not None]
     error = fields["forecast"] - fields["target"]
-    # One scale for the three states: colours can be compared. Half a per cent at each end is left to outliers.
-    low, high = np.percentile(np.stack(states), [0.5, 99.5])
-    colours = "viridis"
-    if low < 0 < high:  # a signed field: zero is white
-        low, high, colours = -max(-low, high), max(-low, high), "RdBu_r"
-    most = np.percentile(np.abs(error), 99.5) or 1.0
+    scale = colour_scale(np.stack(states))  # one for the three states: colours can be compared
 
     figure = Figure(figsize=(12, 6.4), layout="constrained")
     for axes, (name, field) in zip(
         figure.subplots(2, 2, sharex=True, sharey=True).flat, {**fields, "error": error}.items()
     ):
-        bounds = (
-            dict(vmin=-most, vmax=most, cmap="PuOr_r") if name == "error" else dict(vmin=low, vmax=high, cmap=colours)
-        )
+        bounds = error_scale(error) if name == "error" else scale
         axes.set_title(name if name != "error" else "error (forecast - target)")
         axes.set(xticks=np.arange(-180, 361, 60), yticks=np.arange(-90, 91, 30))
-        axes.set(xlim=_edges(longitude), ylim=_edges(latitude))
+        axes.set(xlim=edges(longitude), ylim=edges(latitude))
         if field is None:
             axes.text(0.5, 0.5, "no input channel", transform=axes.transAxes, ha="center")
             continue
@@ -66,7 +60,22 @@ def forecast_figure(
     return figure
 
 
-def _edges(centres: np.ndarray) -> tuple[float, float]:
+def colour_scale(states: np.ndarray) -> dict[str, Any]:
+    """Return the colours of fields, for pcolormesh. Half a per cent at each end is left to outliers."""
+    low, high = np.percentile(states, [0.5, 99.5])
+    if low < 0 < high:  # a signed field: zero is white
+        most = max(-low, high)
+        return {"vmin": -most, "vmax": most, "cmap": "RdBu_r"}
+    return {"vmin": low, "vmax": high, "cmap": "viridis"}
+
+
+def error_scale(errors: np.ndarray) -> dict[str, Any]:
+    """Return the colours of errors, for pcolormesh."""
+    most = np.percentile(np.abs(errors), 99.5) or 1.0
+    return {"vmin": -most, "vmax": most, "cmap": "PuOr_r"}
+
+
+def edges(centres: np.ndarray) -> tuple[float, float]:
     """Return the outer edges of evenly spaced cells, in increasing order."""
     half = abs(centres[-1] - centres[0]) / max(len(centres) - 1, 1) / 2
     return float(centres.min() - half), float(centres.max() + half)

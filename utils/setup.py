@@ -1,15 +1,18 @@
 """What a chapter needs before it can train, and does not teach."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils import checkpoint
 from utils.compiler import check_compiler
-from utils.config import Config
+from utils.config import Config, Evaluation
 from utils.device import allow_tf32, pick_device
 from utils.system_watch import check_psutil
 from utils.tracker import check_tracker
@@ -77,3 +80,28 @@ def load_weights(model: nn.Module, path: str | None) -> nn.Module:
             raise ValueError(f"{name} in {path} is {there}, and in this model {here}: give the flags of its training")
     model.load_state_dict(weights)
     return model
+
+
+def load_forecasters(
+    build: Callable[[], nn.Module], evaluation: Evaluation, info: dict[str, Any] | None
+) -> dict[str, nn.Module]:
+    """Return the models to evaluate by their names: `model`, and `ema` with the moving average of its weights.
+
+    Args:
+        build: makes the model; with the weights, where they are an exported file.
+        info: of the checkpoint; None for exported weights.
+
+    Raises ValueError where there is no moving average, and one is asked for.
+    """
+    wanted = {"all": ("raw", "ema"), "raw": ("raw",), "ema": ("ema",)}[evaluation.weights]
+    has_average = info is not None and info["config"].get("ema_decay") is not None
+    if evaluation.weights == "ema" and not has_average:
+        raise ValueError(f"{evaluation.checkpoint} holds no moving average of weights: train with --ema_decay")
+    if info is None:
+        return {"model": build()}
+    models = {}
+    for kind, name in (("raw", "model"), ("ema", "ema")):
+        if kind in wanted and (kind == "raw" or has_average):
+            models[name] = build()
+            models[name].load_state_dict(checkpoint.read_weights(Path(evaluation.checkpoint), name))
+    return models

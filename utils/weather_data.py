@@ -1,4 +1,4 @@
-"""The data of a run: training and validation sets, statistics, grid, channels, and the way to the device."""
+"""The data of a run: training and validation sets, and the way to the device."""
 
 import numpy as np
 import torch
@@ -9,16 +9,16 @@ from utils.config import Config
 from utils.data_loader import Batch, Loader, SampleOrder
 from utils.data_loader_dali import DaliLoader, check_dali
 from utils.device_copies import DeviceCopies
-from utils.era5 import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
+from utils.era5 import Files
 from utils.frame_reader import FrameReader, OpenFiles
 from utils.frame_sharing import FrameSharing
 from utils.metrics import Scores, latitude_weights
-from utils.normalisation import Normaliser
 from utils.staging import stage
 from utils.token_shard import TokenShard
+from utils.weather_fields import WeatherFields
 
 
-class WeatherData:
+class WeatherData(WeatherFields):
     """The training and validation sets of a configuration, for one of `num_shards` data-parallel ranks.
 
     Args:
@@ -26,8 +26,8 @@ class WeatherData:
         group: the data-parallel ranks; all ranks by default.
         sharing: the ranks that work on the same samples, where there are several.
 
-    Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`), the statistics,
-    the crop or the channels asked for.
+    Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`) and with what
+    they stand for (see `WeatherFields`).
     """
 
     def __init__(
@@ -40,9 +40,7 @@ class WeatherData:
         group: dist.ProcessGroup | None = None,
         sharing: FrameSharing | None = None,
     ):
-        self.config, self.device, self.num_shards, self.shard_id = config, device, num_shards, shard_id
-        self.tokens, self.group = tokens or TokenShard(config.img_size, config.patch_size), group
-        self.sharing = sharing
+        self.num_shards, self.shard_id, self.group, self.sharing = num_shards, shard_id, group, sharing
         if config.data_loader_config == "dali":
             check_dali()
         self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
@@ -54,42 +52,7 @@ class WeatherData:
                 f"the training files store a step of {steps[0] / 3600:g} h, the validation files "
                 f"{steps[1] / 3600:g} h: dt counts stored steps, so they must agree"
             )
-        C, H, W = self.train_files.shape
-        rows, columns = self.img_size = config.img_size
-        check_crop(self.train_files, self.img_size, config.patch_size)
-        self.latitude, self.longitude = self.train_files.latitude[:rows], self.train_files.longitude[:columns]
-
-        names, self.warning = self.train_files.names(config.channel_names)
-        inputs = self.inputs = channel_indices(names, config.in_channels, config.n_in_channels, "in_channels")
-        outputs = self.outputs = channel_indices(names, config.out_channels, config.n_out_channels, "out_channels")
-        self.in_names, self.out_names = [names[c] for c in inputs], [names[c] for c in outputs]
-        self.units = [self.train_files.units[c] for c in outputs]
-        shown = config.plot_channels or self.out_names[:1]
-        self.plot_channels = channel_indices(tuple(self.out_names), tuple(shown), 0, "plot_channels")
-        # Where each forecast channel stands among the inputs: what persistence and a residual forecast start from.
-        self.origins = [inputs.index(c) if c in inputs else -1 for c in outputs]
-        if config.residual and -1 in self.origins:
-            missing = self.out_names[self.origins.index(-1)]
-            raise ValueError(f"residual needs every forecast channel among the inputs, and {missing!r} is not: add it")
-
-        means = self.means = load_stats(config.global_means_path, [(1, C, 1, 1)], "global_means_path").reshape(C)
-        stds = self.stds = load_stats(config.global_stds_path, [(1, C, 1, 1)], "global_stds_path").reshape(C)
-        for c in inputs + outputs:
-            if not stds[c] > 0:
-                raise ValueError(
-                    f"{config.global_stds_path} gives channel {names[c]!r} a standard deviation of {stds[c]}: "
-                    f"it must be above 0; leave a constant channel out"
-                )
-        shapes = list(dict.fromkeys([(1, C, H, W), (1, C, rows, columns)]))
-        time_means = load_stats(config.time_means_path, shapes, "time_means_path")[0, outputs, :rows, :columns]
-        self.climatology = (time_means - means[outputs, None, None]) / stds[outputs, None, None]
-        self.residual_scale = None
-        if config.time_diff_stds_path is not None:
-            if not config.residual:
-                raise ValueError("time_diff_stds_path scales a residual forecast: add --residual, or leave it out")
-            diffs = load_stats(config.time_diff_stds_path, [(1, C, 1, 1)], "time_diff_stds_path").reshape(C)
-            self.residual_scale = (diffs[outputs] / stds[outputs]).tolist()
-
+        super().__init__(config, self.train_files, device, tokens)
         self.train_pairs = self.train_files.samples(config.dt)[: config.limit_nsamples]
         self.valid_pairs = self.valid_files.samples(config.dt)[: config.limit_nsamples_val]
         if len(self.train_pairs) < config.global_batch_size:
@@ -102,20 +65,9 @@ class WeatherData:
         if config.stage_dir is not None:
             self.train_files = stage(self.train_files, self.train_pairs[:, 0], config.stage_dir)
             self.valid_files = stage(self.valid_files, self.valid_pairs[:, 0], config.stage_dir)
-        self.normalise = [
-            Normaliser(self._column(means[channels]), self._column(stds[channels]), config.enable_jit)
-            for channels in (inputs, outputs)
-        ]
         self.copies = DeviceCopies(device) if device.type == "cuda" else None
         self.train_loader = self._loader(self.train_files, self.train_pairs, shuffle=True)
         self.valid_loader = self._loader(self.valid_files, self.valid_pairs, shuffle=False)
-
-    @property
-    def hours(self) -> str:
-        """The lead time in words."""
-        seconds = self.train_files.step_seconds()
-        hours = self.config.dt * (STORED_STEP_HOURS if seconds is None else seconds / 3600)
-        return f"{hours:g} h" + (" (assumed: the files store no time)" if seconds is None else "")
 
     @property
     def reading(self) -> str:
@@ -144,12 +96,6 @@ class WeatherData:
             return DaliLoader(readers, pairs, config.dt, order, **how, stats=stats, device=self.device)
         return Loader(readers, pairs, config.dt, order, **how)
 
-    def _column(self, values: np.ndarray) -> Tensor:
-        return self._tensor(values).view(1, -1, 1, 1)
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.tensor(values, device=self.device, dtype=torch.get_default_dtype())
-
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], or their shards, normalised on the device.
 
@@ -166,11 +112,6 @@ class WeatherData:
         if batch.is_normalised:
             return tuple(x.to(torch.get_default_dtype()) for x in mine)
         return tuple(normalise(x) for normalise, x in zip(self.normalise, mine))
-
-    def to_units(self, field: Tensor, channel: int) -> np.ndarray:
-        """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
-        c = self.outputs[channel]
-        return field.double().cpu().numpy() * float(self.stds[c]) + float(self.means[c])
 
     def scores(self) -> Scores:
         """Return empty sums of the validation metrics."""

@@ -1,0 +1,67 @@
+"""Forecasts from a trained model: rollout, skill, pictures.
+
+    python evaluate.py --checkpoint runs/demo/1GPU/00
+    torchrun --nproc_per_node=4 evaluate.py --checkpoint runs/demo/1GPU/00      each rank takes some initial times
+
+A forecast of six hours becomes one of five days where the model reads its own forecast, twenty times over: a rollout.
+It is judged at every lead time beside persistence and climatology, for many initial times. The files of
+`inf_data_path` hold them, and the truth. `python evaluate.py --help` lists the flags.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from train import autocast, build_model
+from utils.compiler import compile_modules
+from utils.config import Config
+from utils.config_reader import load_evaluation
+from utils.evaluation import EvaluationFolder
+from utils.forecast_data import ForecastData
+from utils.launch import World, all_ranks_agree, start
+from utils.setup import load_forecasters, prepare
+
+
+@torch.no_grad()
+def rollout(
+    models: dict[str, nn.Module], data: ForecastData, numbers: list[int], config: Config
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield, for each lead time, the truth and the forecasts of persistence and of each model, [B C H W] in units."""
+    frames = data.read(numbers)
+    initial = next(frames)
+    persistence = data.persistence(initial)
+    states = dict.fromkeys(models, data.normalised(initial))
+    for truth in frames:
+        forecasts = {"persistence": persistence}
+        for name, model in models.items():
+            with autocast(config, data.device):
+                forecast = model(states[name]).to(states[name].dtype)
+            states[name] = forecast[:, data.feedback]  # of the next step
+            forecasts[name] = data.in_units(forecast)
+        yield truth, forecasts
+
+
+def main(world: World, argv: list[str]) -> None:
+    with all_ranks_agree():
+        evaluation, config, info = load_evaluation(argv)
+        device = prepare(config, world.local_rank)
+        data = ForecastData(config, evaluation, device, info and info.get("data"))
+        models = load_forecasters(lambda: build_model(config, data), evaluation, info)
+        for model in models.values():
+            model.to(device).eval()
+            if config.enable_jit:
+                compile_modules(model, config.compile_modules, config.compile_mode)
+    with EvaluationFolder(evaluation, config, info, data, list(models), world) as folder:
+        batches = folder.batches()
+        for numbers in tqdm(batches, desc="forecasts", unit="batch", disable=None if world.rank == 0 else True):
+            folder.judge.keep(numbers, rollout(models, data, numbers, config))
+        dist.barrier()
+        folder.finish()
+
+
+if __name__ == "__main__":
+    start(main, sys.argv[1:])

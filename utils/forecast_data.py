@@ -1,0 +1,134 @@
+"""The data of an evaluation: the states that forecasts start from, and what happened afterwards.
+
+Shapes:  B forecasts of one batch   K lead times   C channels   H W rows, columns
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.climatology import Climatology
+from utils.config import Config, Evaluation
+from utils.era5 import Files
+from utils.frame_reader import FrameReader, OpenFiles, ReadError
+from utils.weather_fields import WeatherFields
+
+
+class ForecastData(WeatherFields):
+    """The files of `inf_data_path`, as forecasts of a model and the truth beside them.
+
+    Args:
+        evaluation: says how far forecasts go, where they begin, and from what anomalies are counted.
+        trained: what the training files held, as its checkpoints tell (see `description`); None where nobody knows.
+
+    Raises ValueError, in one line with the remedy, where the files do not fit the model, and where they are too short.
+    """
+
+    def __init__(self, config: Config, evaluation: Evaluation, device: torch.device, trained: dict | None = None):
+        if config.inf_data_path is None:
+            raise ValueError("inf_data_path is None: give the folder of the files to forecast from (--inf_data_path)")
+        files = self.files = Files.open(config.inf_data_path, "check --data_dir or --inf_data_path")
+        super().__init__(config, files, device)
+        here = description(self)
+        for what, there in (trained or {}).items():
+            if here[what] != there and None not in (here[what], there):
+                raise ValueError(
+                    f"{files.paths[0]} has the {what} {here[what]}, and the model was trained on {there}: "
+                    f"give files of the same kind (--inf_data_path)"
+                )
+        steps = evaluation.lead_hours / self.step_hours
+        if not steps.is_integer() or steps < 1:
+            raise ValueError(
+                f"lead_hours is {evaluation.lead_hours:g}, and the model's step is {self.hours}: take a multiple of it"
+            )
+        self.steps = int(steps)
+        self.lead_hours = [self.step_hours * (k + 1) for k in range(self.steps)]
+        if self.steps > 1 and set(self.in_names) != set(self.out_names):
+            raise ValueError(
+                f"the model reads {len(self.in_names)} channels and forecasts {len(self.out_names)}, not the same "
+                f"ones: its forecast is no input for a next step; take one step, --lead_hours {self.step_hours:g}"
+            )
+        # The next input's channels among those of a forecast.
+        self.feedback = [self.out_names.index(name) for name in self.in_names] if self.steps > 1 else []
+        self.stretches = files.stretches(config.dt, self.steps)[:: evaluation.stride]
+        if not len(self.stretches):
+            raise ValueError(
+                f"{config.inf_data_path} holds no {self.steps * config.dt + 1} steps in a row (files of "
+                f"{', '.join(map(str, files.steps[:5]))} steps), and {evaluation.lead_hours:g} h take as many: "
+                f"lower --lead_hours, or give longer files"
+            )
+        opened, (rows, columns) = OpenFiles(files), self.img_size
+        self.readers = [FrameReader(files, c, range(rows), columns, opened) for c in (self.inputs, self.outputs)]
+        self.ahead = ThreadPoolExecutor(1, "reading")
+        self.climate = Climatology(self, evaluation.climatology)
+
+    def __len__(self) -> int:
+        """The number of forecasts, N."""
+        return len(self.stretches)
+
+    def date(self, forecast: int, k: int = 0) -> str:
+        """Return the date that a forecast starts from, or that its k-th step is for."""
+        return self.files.date(*self.stretches[forecast, k])
+
+    def seconds(self, forecast: int, k: int = 0) -> int | None:
+        """Return the same in seconds since 1970-01-01; None where the files store no time."""
+        file, t = self.stretches[forecast, k]
+        return int(self.files.times[file][t]) if self.has_time else None
+
+    def read(self, forecasts: list[int]) -> Iterator[Tensor]:
+        """Yield the initial states [B, C_in, H, W], then the truth at each lead time [B, C_out, H, W], as stored.
+
+        On the device. The next one is read meanwhile. Raises ReadError for a file that cannot be read.
+        """
+        frames = self.stretches[forecasts]
+
+        def fetch(k: int) -> Tensor:
+            return torch.from_numpy(np.stack([self._frame(file, t, is_truth=k > 0) for file, t in frames[:, k]]))
+
+        coming = self.ahead.submit(fetch, 0)
+        for k in range(self.steps + 1):
+            raw = coming.result()
+            if k < self.steps:
+                coming = self.ahead.submit(fetch, k + 1)
+            yield raw.to(self.device)
+
+    def _frame(self, file: int, t: int, is_truth: bool) -> np.ndarray:
+        """Return what a file holds. Raises ReadError, also for values that are not finite."""
+        frame = self.readers[is_truth].read_frame(file, t)
+        if not np.isfinite(frame).all():
+            c, y, x = np.argwhere(~np.isfinite(frame))[0]
+            name = (self.out_names if is_truth else self.in_names)[c]
+            raise ReadError(
+                f"{self.files.paths[file]}: frame {t}, channel {name!r}, row {y}, column {x} is {frame[c, y, x]}: "
+                f"mend the file, or leave it out"
+            )
+        return frame
+
+    def normalised(self, raw: Tensor) -> Tensor:
+        """Return initial states as the model reads them, [B, C_in, H, W]."""
+        return self.normalise[0](raw.clone())
+
+    def persistence(self, raw: Tensor) -> Tensor:
+        """Return initial states as a forecast, [B, C_out, H, W]: nothing changes. NaN for what is no input."""
+        fields = raw[:, self.origins]
+        fields[:, [c for c, origin in enumerate(self.origins) if origin < 0]] = torch.nan
+        return fields
+
+    def in_units(self, forecast: Tensor) -> Tensor:
+        """Return normalised forecasts [B, C_out, H, W] in units, in float32: what is written, and what is judged."""
+        c = self.outputs
+        mean, std = (torch.tensor(x[c], device=self.device).double().view(-1, 1, 1) for x in (self.means, self.stds))
+        return (forecast.double() * std + mean).float()
+
+
+def description(fields: WeatherFields) -> dict:
+    """Return what files must have in common with those of the training."""
+    return {
+        "input channels": fields.in_names,
+        "forecast channels": fields.out_names,
+        "units": fields.units if any(fields.units) else None,
+        "step in hours": fields.step_hours if fields.has_time else None,
+    }

@@ -1,0 +1,61 @@
+"""The folder of an evaluation: what is kept of each forecast, so that an evaluation that was ended goes on.
+
+    evaluation/  setting.json     what is evaluated; with another setting the folder is renamed aside
+                 kept/000012.npz  of each forecast: its moments, its spectra, and of the first its maps
+                 skill.json  skill.csv  spectra.json  pictures/  logs/  forecasts...
+
+Each forecast has a file of its own, written aside and renamed: ranks do not disturb each other, and what is there is
+whole. One forecast is in memory at a time.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class ForecastStore:
+    """The folder of an evaluation of `forecasts` forecasts."""
+
+    def __init__(self, folder: Path, forecasts: int):
+        self.folder, self.kept, self.forecasts = folder, folder / "kept", forecasts
+
+    def open(self, setting: dict[str, Any]) -> None:
+        """Make the folder, or find it again with what an evaluation of the same setting left there; on one rank.
+
+        Raises ValueError where it cannot be written.
+        """
+        text, path = json.dumps(setting, indent=1) + "\n", self.folder / "setting.json"
+        try:
+            if self.folder.exists() and (not path.exists() or path.read_text() != text):
+                names = (self.folder.with_name(f"{self.folder.name}.{n}") for n in range(1, 10**6))
+                self.folder.rename(next(name for name in names if not name.exists()))
+            self.kept.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another with --out") from None
+
+    def missing(self) -> list[int]:
+        """Return the forecasts that are not there."""
+        return [n for n in range(self.forecasts) if not self._path(n).exists()]
+
+    def keep(self, forecast: int, **arrays: np.ndarray) -> None:
+        """Keep what is left of a forecast."""
+        part = self._path(forecast).with_suffix(".part")
+        with part.open("wb") as file:
+            np.savez(file, **arrays)
+        part.rename(self._path(forecast))
+
+    def read(self, forecast: int, name: str) -> np.ndarray:
+        """Return one of its arrays."""
+        with np.load(self._path(forecast)) as arrays:
+            return arrays[name]
+
+    def all(self, name: str) -> Iterator[np.ndarray]:
+        """Yield an array of each forecast, one after another."""
+        return (self.read(n, name) for n in range(self.forecasts))
+
+    def _path(self, forecast: int) -> Path:
+        return self.kept / f"{forecast:06d}.npz"

@@ -1,0 +1,69 @@
+"""The judge of forecasts: looks at each as it comes, and keeps what scores and pictures are made of.
+
+Shapes:  B forecasts of one batch   C channels   H W rows, columns
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.forecast_data import ForecastData
+from utils.forecast_store import ForecastStore
+from utils.forecast_writer import ForecastWriter
+from utils.skill import moments, row_weights
+from utils.spectra import zonal_spectrum
+
+SPECTRA_AT = (24, 72)  # lead times in hours, beside the first and the last one
+LARGEST_MAP = 720  # columns
+
+
+class Judge:
+    """Keeps of each forecast its moments, its spectra at some lead times, and of the first one also its maps.
+
+    Args:
+        writer: where whole forecasts go; None for nowhere.
+    """
+
+    def __init__(self, data: ForecastData, store: ForecastStore, writer: ForecastWriter | None):
+        self.data, self.store, self.writer = data, store, writer
+        self.weights = row_weights(data.latitude).to(data.device)
+        self.spectra_at = spectra_at(data.lead_hours)
+
+    def keep(self, numbers: list[int], steps: Iterator[tuple[Tensor, dict[str, Tensor]]]) -> None:
+        """Follow a batch of forecasts to its end.
+
+        Args:
+            numbers: of the forecasts. The last one may come more than once, to fill a batch up.
+            steps: yields, for each lead time, the truth and each source's forecast, all [B, C, H, W] in units.
+        """
+        places = {n: b for b, n in enumerate(numbers)}
+        kept: dict[int, dict[str, list[np.ndarray]]] = {n: {"moments": [], "spectra": [], "maps": []} for n in places}
+        for k, (truth, forecasts) in enumerate(steps):
+            for n, b in places.items():
+                self._look(kept[n], n, k, truth[b].double(), {name: x[b].double() for name, x in forecasts.items()})
+                if self.writer:
+                    self.writer.add(n, k, {name: x[b] for name, x in forecasts.items() if name != "persistence"})
+        for n, lists in kept.items():
+            if self.writer:
+                self.writer.finish(n)
+            self.store.keep(n, **{name: np.stack(values) for name, values in lists.items() if values})
+
+    def _look(self, kept: dict[str, list], n: int, k: int, truth: Tensor, forecasts: dict[str, Tensor]) -> None:
+        """Keep what is wanted of step k of forecast n."""
+        data = self.data
+        usual = torch.from_numpy(data.climate.at(data.seconds(n, k + 1))).to(data.device)
+        sources = [*forecasts.values(), usual]
+        kept["moments"].append(torch.stack([moments(x, truth, usual, self.weights) for x in sources]).cpu().numpy())
+        fields = torch.stack([truth, *forecasts.values()])
+        if k in self.spectra_at:
+            kept["spectra"].append(zonal_spectrum(fields, self.weights[:, 0]).cpu().numpy())
+        if n == 0:
+            every = -(-fields.shape[-1] // LARGEST_MAP)
+            kept["maps"].append(fields[:, data.plot_channels, ::every, ::every].float().cpu().numpy())
+
+
+def spectra_at(lead_hours: list[float]) -> list[int]:
+    """Return the steps whose spectra are kept."""
+    return sorted({0, len(lead_hours) - 1, *(k for k, hours in enumerate(lead_hours) if hours in SPECTRA_AT)})

@@ -1,0 +1,109 @@
+"""Maps of an evaluation: forecast, truth and error at some lead times, and an animation.
+
+Plain latitude and longitude, or a projection of cartopy where it is installed. Coastlines are not drawn: cartopy
+downloads them when it draws, and compute nodes have no network.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from utils.forecast_data import ForecastData
+from utils.plots import colour_scale, edges, error_scale
+
+PLAIN = "plain"
+
+
+class Maps:
+    """Draws fields of a grid.
+
+    Args:
+        shape: rows and columns of the fields; every so-many-th of the data's may have been left out.
+        projection: `plain`, or the name of a class of cartopy.crs.
+
+    Raises ValueError where cartopy is needed and not installed, and for a name that it does not know.
+    """
+
+    def __init__(self, data: ForecastData, shape: tuple[int, int], projection: str = PLAIN):
+        self.data = data
+        every = -(-len(data.longitude) // shape[1])
+        self.latitude, self.longitude = data.latitude[::every], data.longitude[::every]
+        self.projection, self.transform = find_projection(projection)
+
+    def subplots(self, figure: Figure, rows: int, columns: int) -> np.ndarray:
+        """Return the axes of maps, [rows, columns]."""
+        return figure.subplots(rows, columns, squeeze=False, subplot_kw={"projection": self.projection})
+
+    def draw(self, axes: Axes, field: np.ndarray, scale: dict[str, Any]) -> Any:
+        """Draw a field [H, W]."""
+        if self.projection is None:
+            axes.set(xticks=np.arange(-180, 361, 60), yticks=np.arange(-90, 91, 30))
+            axes.set(xlim=edges(self.longitude), ylim=edges(self.latitude))
+            axes.label_outer()
+            more = {}
+        else:
+            axes.set_global()
+            more = {"transform": self.transform}
+        return axes.pcolormesh(
+            self.longitude, self.latitude, field, shading="nearest", rasterized=True, **scale, **more
+        )
+
+    def figure(self, c: int, steps: list[int], forecasts: np.ndarray, truths: np.ndarray, source: str) -> Figure:
+        """Draw forecasts [K, H, W] of channel `c` beside what happened and the error, a row for each lead time."""
+        data, name = self.data, self.data.out_names[c]
+        scale, errors = colour_scale(truths), error_scale((forecasts - truths)[steps])
+        figure = Figure(figsize=(13, 0.6 + 2.3 * len(steps)), layout="constrained")
+        grid = self.subplots(figure, len(steps), 3)
+        for axes, k in zip(grid, steps):
+            fields = (forecasts[k], truths[k], forecasts[k] - truths[k])
+            titles = (f"{source} after {data.lead_hours[k]:g} h", data.date(0, k + 1), "error (forecast - truth)")
+            images = [self.draw(*each) for each in zip(axes, fields, (scale, scale, errors))]
+            for one, title in zip(axes, titles):
+                one.set_title(title, fontsize=9)
+        for images_of, columns in ((images[0], grid[:, :2]), (images[2], grid[:, 2:])):
+            figure.colorbar(images_of, ax=columns, label=label(data, c), extend="both", shrink=0.6, pad=0.01)
+        figure.suptitle(f"{name}: a forecast that starts from {data.date(0)}")
+        return figure
+
+    def animate(self, path: Path, c: int, forecasts: np.ndarray, truths: np.ndarray, source: str) -> None:
+        """Write a forecast [1 + K, H, W] beside what happened, from the initial state on, as a GIF."""
+        data, scale = self.data, colour_scale(truths)
+        figure = Figure(figsize=(10, 3.1), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = self.subplots(figure, 1, 2)[0]
+        images = [self.draw(one, fields[0], scale) for one, fields in zip(axes, (forecasts, truths))]
+        figure.colorbar(images[0], ax=axes, label=label(data, c), extend="both", shrink=0.8, pad=0.01)
+
+        def show(k: int) -> None:
+            for image, fields in zip(images, (forecasts, truths)):
+                image.set_array(fields[k])
+            axes[0].set_title(f"{source}: {data.date(0)} + {data.step_hours * k:g} h", fontsize=9)
+            axes[1].set_title(f"what happened: {data.date(0, k)}", fontsize=9)
+
+        FuncAnimation(figure, show, frames=len(truths)).save(path, PillowWriter(fps=4), dpi=80)
+
+
+def label(data: ForecastData, c: int) -> str:
+    """Return the name of a channel with its units."""
+    return f"{data.out_names[c]} [{data.units[c]}]" if data.units[c] else data.out_names[c]
+
+
+def find_projection(name: str) -> tuple[Any, Any]:
+    """Return a projection of cartopy, and that of the data; None twice for plain maps. Raises ValueError."""
+    if name == PLAIN:
+        return None, None
+    try:
+        from cartopy import crs
+    except ImportError:
+        raise ValueError(
+            f"projection {name} needs cartopy, which is not installed: `pip install -r requirements-maps.txt`"
+        ) from None
+    kind = getattr(crs, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, crs.Projection)):
+        raise ValueError(f"projection {name!r} is no class of cartopy.crs: take PlateCarree, Robinson or Orthographic")
+    return kind(), crs.PlateCarree()

@@ -1,0 +1,147 @@
+"""Pictures of an evaluation: skill by lead time, power spectra, a scorecard; and the maps of utils/maps.py.
+
+Shapes:  S sources of forecasts   K lead times   C channels
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from utils.forecast_data import ForecastData
+from utils.maps import Maps, label
+from utils.skill import INTERVAL
+
+if TYPE_CHECKING:
+    from utils.evaluation import EvaluationFolder
+
+COLOURS = {
+    "truth": "black",
+    "persistence": "tab:gray",
+    "climatology": "tab:green",
+    "model": "tab:blue",
+    "ema": "tab:orange",
+}
+MAPS_AT = (24, 72)  # lead times in hours, beside the first and the last one
+
+
+def draw_all(evaluation: "EvaluationFolder", sources: list[str], results: dict, spectra: np.ndarray) -> list[Path]:
+    """Draw everything below `pictures/`, and return the paths.
+
+    Args:
+        sources: persistence, the models, climatology.
+        results: of `skill.summarise`.
+        spectra: the mean power of the truth, persistence and the models, [lead times, S, C, wavenumbers].
+    """
+    data, folder, source = evaluation.data, evaluation.folder / "pictures", evaluation.models[0]
+    folder.mkdir(exist_ok=True)
+    fields = evaluation.store.read(0, "maps")  # [K; truth, persistence and models; C shown, H, W]
+    maps = Maps(data, fields.shape[-2:], evaluation.evaluation.projection)
+    steps = sorted({0, data.steps - 1, *(k for k, hours in enumerate(data.lead_hours) if hours in MAPS_AT)})
+    figures: dict[str, Figure] = {}
+    for i, c in enumerate(data.plot_channels):
+        name, truths, forecasts = data.out_names[c], fields[:, 0, i], fields[:, 2, i]
+        figures[f"skill_{name}"] = skill_figure(data, c, sources, results)
+        figures[f"maps_{name}"] = maps.figure(c, steps, forecasts, truths, source)
+        names = ["truth", *sources[1:-1]]
+        figures[f"spectra_{name}"] = spectra_figure(data, c, names, evaluation.judge.spectra_at, spectra[:, :, c])
+    for s, model in enumerate(evaluation.models, 1):
+        figures[f"scorecard_{model}"] = scorecard_figure(data, model, results["gain"][:, :, s, :, 0])
+    paths = [folder / f"{name}.png" for name in figures]
+    for path, figure in zip(paths, figures.values()):
+        FigureCanvasAgg(figure)
+        figure.savefig(path, dpi=100)
+    for i, c in enumerate(data.plot_channels):
+        start = fields[:1, 1, i]
+        paths.append(folder / f"forecast_{data.out_names[c]}.gif")
+        maps.animate(
+            paths[-1], c, np.concatenate([start, fields[:, 2, i]]), np.concatenate([start, fields[:, 0, i]]), source
+        )
+    return paths
+
+
+def skill_figure(data: ForecastData, c: int, sources: list[str], results: dict) -> Figure:
+    """Draw RMSE and anomaly correlation of channel `c` by lead time, with intervals."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2)
+    days = np.array(data.lead_hours) / 24
+    for s, source in enumerate(sources):
+        for one, score in zip(axes, ("rmse", "acc")):
+            value, low, high = results[score][:, :, s, c, 0]
+            if np.isfinite(value).any():
+                one.plot(days, value, color=COLOURS[source], label=source, marker="." if len(days) < 40 else "")
+                one.fill_between(days, low, high, color=COLOURS[source], alpha=0.2, linewidth=0)
+    axes[0].set(ylabel=f"RMSE, {label(data, c)}", ylim=(0, None), title="error: lower is better")
+    axes[1].set(ylabel=f"anomaly correlation, from {data.climate.name}", title="correlation: higher is better")
+    axes[1].axhline(0, color="black", linewidth=0.5)
+    for one in axes:
+        one.set(xlabel="lead time [days]", xlim=(0, None))
+        one.grid(alpha=0.3)
+    axes[0].legend(frameon=False)
+    figure.suptitle(
+        f"{data.out_names[c]}: {len(data)} forecasts that start from {data.date(0)} to {data.date(len(data) - 1)}; "
+        f"bands hold {INTERVAL:.0%}",
+        fontsize=10,
+    )
+    return figure
+
+
+def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int], spectra: np.ndarray) -> Figure:
+    """Draw the power of forecasts at each scale, and as a part of the truth's: below 1 a forecast is too smooth.
+
+    Args:
+        names: the truth and the models.
+        spectra: [lead times, S, wavenumbers]; persistence lies between the truth and the models.
+    """
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2)
+    wavenumbers = np.arange(1, spectra.shape[-1])
+    truth = spectra[-1, 0, 1:]
+    axes[0].loglog(wavenumbers, truth, color="black", label="truth")
+    for s, name in enumerate(names[1:], 2):
+        for i, k in enumerate(steps):
+            shade = 0.35 + 0.65 * i / max(len(steps) - 1, 1)
+            power, text = spectra[i, s, 1:], f"{name}, {data.lead_hours[k]:g} h"
+            axes[0].loglog(wavenumbers, power, color=COLOURS[name], alpha=shade, label=text)
+            axes[1].semilogx(wavenumbers, power / spectra[i, 0, 1:], color=COLOURS[name], alpha=shade, label=text)
+    axes[0].set(ylabel=f"power [({data.units[c] or '1'})²]", title="power along circles of latitude")
+    axes[1].set(ylabel="power over the truth's", ylim=(0, 2), title="below 1 the forecast is too smooth")
+    axes[1].axhline(1, color="black", linewidth=0.8)
+    for one in axes:
+        one.set(xlabel="zonal wavenumber (waves round the globe)")
+        one.grid(alpha=0.3)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{data.out_names[c]}: mean over {len(data)} forecasts", fontsize=10)
+    return figure
+
+
+def scorecard_figure(data: ForecastData, model: str, gain: np.ndarray) -> Figure:
+    """Draw the RMSE of all channels and lead times over persistence's; what is in doubt is in brackets.
+
+    Args:
+        gain: value, low and high, [3, K, C].
+    """
+    C, K = len(data.out_names), data.steps
+    figure = Figure(figsize=(2 + 0.55 * K, 1.4 + 0.32 * C), layout="constrained")
+    axes = figure.subplots()
+    value, low, high = gain.transpose(0, 2, 1)
+    image = axes.imshow(value, cmap="RdBu_r", norm=LogNorm(0.5, 2), aspect="auto")
+    for c in range(C):
+        for k in range(K):
+            doubt = low[c, k] <= 1 <= high[c, k]
+            text = f"({value[c, k]:.2f})" if doubt else f"{value[c, k]:.2f}"
+            axes.text(k, c, text, ha="center", va="center", fontsize=7)
+    axes.set_xticks(range(K), [f"{hours:g}" for hours in data.lead_hours])
+    axes.set_yticks(range(C), data.out_names)
+    axes.set(xlabel="lead time [h]")
+    bar = figure.colorbar(image, ax=axes, ticks=[0.5, 0.7, 1, 1.4, 2], format="%g", extend="both", pad=0.01)
+    bar.ax.minorticks_off()
+    axes.set_title(
+        f"{model}: RMSE over persistence's, {len(data)} forecasts from {data.date(0)} on\n"
+        f"blue is better; in brackets where the {INTERVAL:.0%} interval holds 1",
+        fontsize=9,
+    )
+    return figure

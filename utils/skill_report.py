@@ -1,0 +1,157 @@
+"""What an evaluation found: tables (JSON, CSV, the log), curves in TensorBoard, pictures.
+
+Shapes:  S sources of forecasts   K lead times   C channels   A weightings of the rows
+"""
+
+import csv
+import itertools
+import json
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import matplotlib.image
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from utils.skill import INTERVAL, RESAMPLES, SCORES, WEIGHTINGS, summarise
+from utils.skill_plots import draw_all
+
+if TYPE_CHECKING:
+    from utils.evaluation import EvaluationFolder
+
+
+def report(evaluation: "EvaluationFolder") -> None:
+    """Write everything that is made of the forecasts kept."""
+    data, store, folder = evaluation.data, evaluation.store, evaluation.folder
+    sources = ["persistence", *evaluation.models, "climatology"]
+    results = summarise(lambda: store.all("moments"), len(data), block(evaluation))
+    spectra = sum(store.all("spectra")) / len(data)
+    _write_json(evaluation, sources, results, spectra)
+    _write_csv(evaluation, sources, results)
+    _log(evaluation, sources, results)
+    pictures = draw_all(evaluation, sources, results, spectra)
+    _show(evaluation, sources, results, pictures)
+    for path in (folder / "skill.json", folder / "skill.csv", *pictures):
+        logging.info("  %s", path)
+
+
+def block(evaluation: "EvaluationFolder") -> int:
+    """Return how many forecasts that follow each other the bootstrap draws together."""
+    data = evaluation.data
+    if not data.has_time or len(data) < 2:
+        hours = data.step_hours / data.config.dt * evaluation.evaluation.stride
+    else:
+        hours = float(np.median(np.diff([data.seconds(n) for n in range(len(data))]))) / 3600
+    return max(1, round(evaluation.evaluation.block_hours / hours))
+
+
+def _write_json(evaluation: "EvaluationFolder", sources: list[str], results: dict, spectra: np.ndarray) -> None:
+    data = evaluation.data
+    text = {
+        "checkpoint": evaluation.evaluation.checkpoint,
+        "iteration": evaluation.info and evaluation.info["iteration"],
+        "forecasts": len(data),
+        "first": data.date(0),
+        "last": data.date(len(data) - 1),
+        "lead_hours": data.lead_hours,
+        "channels": dict(zip(data.out_names, data.units)),
+        "stds": dict(zip(data.out_names, data.stds[data.outputs].tolist())),
+        "climatology": data.climate.name,
+        "interval": INTERVAL,
+        "resamples": RESAMPLES,
+        "forecasts_drawn_together": block(evaluation),
+        "scores": {
+            source: {
+                score: {
+                    weighting: {name: values[:, :, s, c, a].T for c, name in enumerate(data.out_names)}
+                    for a, weighting in enumerate(WEIGHTINGS)
+                }
+                for score, values in results.items()
+            }
+            for s, source in enumerate(sources)
+        },
+        "spectra": {
+            "lead_hours": [data.lead_hours[k] for k in evaluation.judge.spectra_at],
+            **{
+                source: {name: spectra[:, s, c] for c, name in enumerate(data.out_names)}
+                for s, source in enumerate(["truth", *sources[:-1]])
+            },
+        },
+    }
+    (evaluation.folder / "skill.json").write_text(json.dumps(_plain(text), indent=1) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as JSON has it: lists for arrays, null for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, (list, np.ndarray)):
+        return [_plain(x) for x in value]
+    if isinstance(value, (float, np.floating)):
+        return float(value) if math.isfinite(value) else None
+    return value
+
+
+def _write_csv(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> None:
+    data = evaluation.data
+    with (evaluation.folder / "skill.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["source", "channel", "units", "lead_hours", "score", "weighting", "value", "low", "high"])
+        axes = map(enumerate, (sources, data.out_names, data.lead_hours, WEIGHTINGS))
+        for (score, values), *places in itertools.product(results.items(), *axes):
+            (s, source), (c, name), (k, hours), (a, weighting) = places
+            units = data.units[c] if score not in ("acc", "gain") else ""
+            table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
+
+
+def _log(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> None:
+    """Log the RMSE of the shown channels at some lead times, with its interval, as a part of persistence's."""
+    data = evaluation.data
+    shown = [k for k, hours in enumerate(data.lead_hours) if k == 0 or hours % 24 == 0 or k == data.steps - 1]
+    logging.info(
+        "RMSE of %d forecasts (root of the mean square, weighted by cos(latitude)); in brackets the %g%% interval",
+        *(len(data), 100 * INTERVAL),
+    )
+    for c in data.plot_channels:
+        logging.info("%s [%s]", data.out_names[c], data.units[c])
+        logging.info("  %6s %s", "hours", " ".join(f"{source:>30}" for source in sources))
+        for k in shown:
+            cells = []
+            for s in range(len(sources)):
+                value, low, high = results["rmse"][:, k, s, c, 0]
+                cells.append(f"{value:.4g} ({low:.4g} to {high:.4g})")
+            logging.info("  %6g %s", data.lead_hours[k], " ".join(f"{cell:>30}" for cell in cells))
+    for s, name in enumerate(evaluation.models, 1):
+        for c in data.plot_channels:
+            better = _longest(data.lead_hours, results["gain"][2, :, s, c, 0])
+            logging.info(
+                "%s, %s: better than persistence %s", name, data.out_names[c],
+                f"up to {better:g} h, beyond doubt" if better else "at no lead time beyond doubt",
+            )  # fmt: skip
+
+
+def _longest(lead_hours: list[float], highest: np.ndarray) -> float:
+    """Return the lead time up to which a forecast's RMSE is below persistence's at the top of its interval."""
+    last = 0.0
+    for hours, ratio in zip(lead_hours, highest):
+        if not ratio < 1:
+            break
+        last = hours
+    return last
+
+
+def _show(evaluation: "EvaluationFolder", sources: list[str], results: dict, pictures: list) -> None:
+    """Write the curves and pictures for TensorBoard: the steps are lead times in hours."""
+    data = evaluation.data
+    for s, source in enumerate(sources):
+        with SummaryWriter(evaluation.folder / "logs" / source) as board:
+            for score in SCORES:
+                for c, name in enumerate(data.out_names):
+                    for k, hours in enumerate(data.lead_hours):
+                        board.add_scalar(f"{score}/{name}", results[score][0, k, s, c, 0], round(hours))
+    with SummaryWriter(evaluation.folder / "logs" / "pictures") as board:
+        for path in pictures:
+            if path.suffix == ".png":
+                pixels = matplotlib.image.imread(path)[..., :3]
+                board.add_image(path.stem, pixels, 0, dataformats="HWC")

@@ -106,7 +106,7 @@ def update_weights(
 
 
 def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData, config: Config, run: Run) -> None:
-    """Train for `num_iters` iterations; validate after each epoch and at the end.
+    """Train for `num_iters` iterations; validate after each epoch and at the end: also the weights' moving average.
 
     `step(inp, target)` fills the gradients and returns the loss; `update(lr)` changes the weights and returns the
     norm of the gradient.
@@ -124,7 +124,7 @@ def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData,
                     lr = learning_rate(i, config)
                     grad_norm = update(lr)
             run.after_step(loss, grad_norm, lr)
-        run.after_epoch(*validate(model, run.validation_batches(), data, config))
+        run.after_epoch({kind: validate(model, run.validation_batches(), data, config) for kind in run.weights()})
 
 
 @torch.no_grad()
@@ -189,7 +189,7 @@ def main(world: World, argv: list[str]) -> None:
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
     with Run(config, world, device, data, build_model) as run:
-        run.begin(TrainingState(model, optimizer, scaler), remarks)  # goes on from a checkpoint, if asked to
+        run.begin(TrainingState(model, optimizer, scaler, ema_decay=config.ema_decay), remarks)  # may go on with a run
         model = data_parallel(model, config)
         step = partial(forward_backward, model, scaler=scaler, config=config)
         update = partial(update_weights, optimizer, scaler, config)

@@ -75,7 +75,7 @@ def main(
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device, partial(GridScaler, group=grid.get_group("tp-cp")))
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
-    state = TrainingState(model, optimizer, scaler, sliced_dims(model), grid.get_group("tp"))
+    state = TrainingState(model, optimizer, scaler, sliced_dims(model), grid.get_group("tp"), config.ema_decay)
     with Run(config, world, device, data, build_model, f"{grid.get_size('tp-cp')}MP") as run:
         run.begin(state, remarks)
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))

@@ -131,7 +131,7 @@ def test_an_fp16_overflow_skips_the_step_and_lowers_the_scale(tiny):
         should_stop = property(lambda self: self.iteration > 0)
         batches = staticmethod(lambda: [next(data.train_loader.epoch())])
         validation_batches = staticmethod(lambda: data.valid_loader.epoch())
-        after_epoch = staticmethod(lambda *a: None)
+        weights, after_epoch = staticmethod(lambda: ["raw"]), staticmethod(lambda *a: None)
 
         def after_step(self, loss, norm, lr):
             self.iteration, self.norm, self.loss = 1, norm, loss

@@ -192,14 +192,18 @@ def remove(folders: Iterable[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def export(source: Path, out: Path, best: bool = False) -> str:
-    """Write the weights of a checkpoint, of a run the newest complete one or the best, to one file.
+def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> str:
+    """Write the weights of a checkpoint, of a run the newest complete one or the best, to one file; or their average.
 
     The file is that of `torch.save(model.state_dict())` on a single device: `torch.load(out, weights_only=True)`.
     Returns a line that says so. Raises ValueError where there is no such checkpoint, or `out` cannot be written.
     """
     folder, info = choose(source, best)
-    weights = read_weights(folder)
+    weights = read_weights(folder, "ema" if ema else "model")
+    if not weights:
+        raise ValueError(
+            f"{folder} holds no moving average of weights: leave --ema out (it takes --ema_decay in training)"
+        )
     part = out.with_name(f"{out.name}.part")
     try:
         torch.save(weights, part)
@@ -272,6 +276,7 @@ def main(argv: list[str]) -> int:
         sub.add_argument("source", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
     sub.add_argument("out", type=Path, metavar="FILE", help="file to write, such as weights.pt")
     sub.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
+    sub.add_argument("--ema", action="store_true", help="the moving average of the weights")
     given = vars(parser.parse_args(argv))
     try:
         print(globals()[given.pop("command")](**given))

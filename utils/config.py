@@ -123,6 +123,7 @@ class Config:
     )
     warmup: int = _key(0, "iterations of linear warm-up; the last of them uses lr", at_least=0)
     clip_grad_norm: float | None = _key(None, "largest norm of the whole gradient", at_least=0)
+    ema_decay: float | None = _key(None, "decay of a moving average of the weights: 0.999", at_least=0, at_most=1)
 
     # Speed
     amp_mode: str = _key("none", "mixed precision", choices=("none", "fp16", "bf16"))

@@ -22,7 +22,7 @@ class ForecastData(WeatherFields):
 
     Args:
         evaluation: says how far forecasts go, where they begin, and from what anomalies are counted.
-        trained: what the training files held, as its checkpoints tell (see `description`); None where nobody knows.
+        trained: what the training files held, as its checkpoints tell (`description`); None where nobody knows.
 
     Raises ValueError, in one line with the remedy, where the files do not fit the model, and where they are too short.
     """
@@ -32,7 +32,7 @@ class ForecastData(WeatherFields):
             raise ValueError("inf_data_path is None: give the folder of the files to forecast from (--inf_data_path)")
         files = self.files = Files.open(config.inf_data_path, "check --data_dir or --inf_data_path")
         super().__init__(config, files, device)
-        here = description(self)
+        here = self.description
         for what, there in (trained or {}).items():
             if here[what] != there and None not in (here[what], there):
                 raise ValueError(
@@ -122,13 +122,3 @@ class ForecastData(WeatherFields):
         c = self.outputs
         mean, std = (torch.tensor(x[c], device=self.device).double().view(-1, 1, 1) for x in (self.means, self.stds))
         return (forecast.double() * std + mean).float()
-
-
-def description(fields: WeatherFields) -> dict:
-    """Return what files must have in common with those of the training."""
-    return {
-        "input channels": fields.in_names,
-        "forecast channels": fields.out_names,
-        "units": fields.units if any(fields.units) else None,
-        "step in hours": fields.step_hours if fields.has_time else None,
-    }

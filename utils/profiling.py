@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.data_loader import Batch
+from utils.moving_average import MovingAverage
 from utils.timeline import span
 
 # Dense peaks of one device in TFLOP/s, from the makers' datasheets: (float32, TF32, bfloat16 and float16).
@@ -152,8 +153,14 @@ class MemoryWatch:
     Inside a captured graph nobody can look: the figures stay those of the step before.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device):
-        self.model, self.optimizer, self.device = model, optimizer, device
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        average: MovingAverage | None = None,
+    ):
+        self.model, self.optimizer, self.device, self.average = model, optimizer, device, average
         self.before_forward = self.after_forward = 0.0
         self.activations: float | None = None
         self.looks = False
@@ -177,11 +184,12 @@ class MemoryWatch:
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors that live longer than a step, by part."""
         moments = (value for state in self.optimizer.state.values() for value in state.values())
-        return {
+        parts = {
             "weights": [*self.model.parameters(), *self.model.buffers()],
             "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
             "optimizer": [value for value in moments if isinstance(value, Tensor)],
         }
+        return parts | ({"average": list(self.average.average.values())} if self.average else {})
 
     def in_use(self) -> dict[str, float]:
         """Return the memory of each part now, in GiB: what does not last counts as activations."""

@@ -133,8 +133,12 @@ class Report:
         scores: dict[str, Any],
         example: tuple[Tensor, Tensor, Tensor],
         seconds: float,
+        averaged: dict[str, Any] | None,
     ) -> None:
-        """Record an epoch and its validation, and draw `example` (input, target, forecast)."""
+        """Record an epoch and its validation, and draw `example` (input, target, forecast).
+
+        `averaged` are the scores of the moving average of the weights, where there is one.
+        """
         names, stds = self.data.out_names, self.data.stds[self.data.outputs].tolist()
         at, rate = summary["iteration"], summary["samples_per_sec"]
         self.last = summary | {
@@ -146,8 +150,13 @@ class Report:
             "persistence_rmse": dict(zip(names, scores["persistence"])),
             "mfu": rate and 3 * self.flops * rate / (self.world.size * self.peak),
         }
+        if averaged:
+            self.last["valid_loss_ema"] = averaged["loss"]
+            self.last["valid_rmse_ema"] = dict(zip(names, averaged["rmse"]))
         self.write(self.last)
         logging.info("  Avg val loss={}".format(scores["loss"]))
+        if averaged:
+            logging.info("  Avg val loss of the moving average={}".format(averaged["loss"]))
         logging.info("  Total validation time: {} sec".format(seconds))
         curves = {"Loss/train": summary["train_loss"], "Loss/valid": scores["loss"]}
         curves |= {f"Memory/{part} [GiB]": size for part, size in summary["memory_gb"].items()}
@@ -155,6 +164,9 @@ class Report:
         curves |= {name: summary[key] for name, key in speeds.items() if summary[key]}
         for name, rmse, acc in zip(names, scores["rmse"], scores["acc"]):
             curves |= {f"RMSE({name})/valid": rmse, f"ACC_timemean({name})/valid": acc}
+        if averaged:
+            curves |= {f"RMSE({name})/valid_ema": rmse for name, rmse in zip(names, averaged["rmse"])}
+            curves["Loss/valid_ema"] = averaged["loss"]
         self.curves.scalars(curves | ({"MFU": self.last["mfu"]} if self.last["mfu"] else {}), at)
         self._draw(example, at)
         self.curves.sync()

@@ -130,7 +130,7 @@ class Run:
         if self.config.checkpoint_every is not None:
             self._plan_checkpoints(resumed)
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
-        self.memory = MemoryWatch(state.model, state.optimizer, self.device)
+        self.memory = MemoryWatch(state.model, state.optimizer, self.device, state.average)
         self.observers = Observers(
             self.config, self.world, self.device, self.data, state.model, self.memory, self.layers, self.iteration,
             self.folder, self.report,
@@ -226,6 +226,9 @@ class Run:
         Raises Ended, on all ranks after the same iteration, where a signal or the clock stops the run.
         """
         self.iteration += 1
+        if self.state.average:
+            with span("optimizer"):
+                self.state.average.update(self.iteration)
         self._write_steps(self.steps.keep(self.iteration, lr, loss, grad_norm))
         if self.checkpointer is None:
             return
@@ -233,6 +236,13 @@ class Run:
         self._stop_if_asked()
         if self.is_due and self.left:  # at the end of an epoch after its validation
             self._save()
+
+    def weights(self) -> Iterator[str]:
+        """Yield what to validate: `raw`, then `ema`, while the model has the average in place of its weights."""
+        yield "raw"
+        if self.state.average:
+            with self.state.average.in_place():
+                yield "ema"
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yield all validation batches. A signal stops the run here, too: it will then validate when it is resumed."""
@@ -271,6 +281,7 @@ class Run:
             "scaler": self.state.scaler.state_dict(),
             "layout": self._layout(),
             "train_samples": len(self.data.train_pairs),
+            "data": self.data.description,
             "config": dataclasses.asdict(config),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
@@ -304,16 +315,21 @@ class Run:
                 self.epoch_losses.append(step["loss"])
             self.guard.check_step(step["iteration"], step["loss"], step["grad_norm"])
 
-    def after_epoch(self, scores: dict[str, Any], example: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Record a validation: its scores, its time, and the picture of `example` (input, target, forecast)."""
+    def after_epoch(self, validations: dict[str, tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor]]]) -> None:
+        """Record a validation: of each kind of weights the scores, and an example (input, target, forecast).
+
+        The best checkpoint is that of the lowest loss with the weights as they are.
+        """
+        scores, example = validations["raw"]
         duration = time.perf_counter() - self.epoch_end
         self.guard.check_validation(scores["loss"])
         if self.report:
             self.summary["peak_memory_gb"] = peak_memory_gb(self.device)
-            self.summary["valid_samples_per_sec"] = scores["samples"] / duration
+            self.summary["valid_samples_per_sec"] = scores["samples"] * len(validations) / duration
             reading = self.data.train_loader.samples_per_sec
             self.summary["loader_samples_per_sec"] = reading and reading * self.data.num_shards
-            self.report.validation(self.summary, scores, example, duration)
+            averaged = validations["ema"][0] if "ema" in validations else None
+            self.report.validation(self.summary, scores, example, duration, averaged)
         self.epoch_losses = []
         self.epochs += 1
         told = [scores["loss"]]

@@ -20,7 +20,7 @@ from utils.config import Config
 TRAINING_KEYS = (
     *("seed", "embed_dim", "depth", "num_heads", "patch_size", "dropout", "drop_path", "residual"),
     *("img_size", "dt", "n_in_channels", "n_out_channels", "in_channels", "out_channels", "limit_nsamples"),
-    *("num_iters", "global_batch_size", "lr", "lr_schedule", "warmup", "clip_grad_norm"),
+    *("num_iters", "global_batch_size", "lr", "lr_schedule", "warmup", "clip_grad_norm", "ema_decay"),
 )
 
 
@@ -184,8 +184,9 @@ def check_same_training(path: Path, old: dict[str, Any], config: Config) -> None
     """Raise ValueError where a key that decides training differs from `old`, the run's configuration so far."""
     new = {key: list(x) if isinstance(x := getattr(config, key), tuple) else x for key in TRAINING_KEYS}
     for key in TRAINING_KEYS:
-        if key in old and old[key] != new[key]:
+        before = old.get(key, getattr(Config, key))  # a key that its code did not know yet
+        if before != new[key]:
             raise ValueError(
-                f"{path} was trained with {key} {old[key]}, and now it is {new[key]}: a resumed run keeps it; "
+                f"{path} was trained with {key} {before}, and now it is {new[key]}: a resumed run keeps it; "
                 f"set it back, or begin a new run with its weights (python -m utils.checkpoint export, --init_from)"
             )

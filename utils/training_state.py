@@ -1,6 +1,7 @@
 """What training changes, as tensors of the same names and shapes on every grid of ranks.
 
     model.NAME                     a parameter
+    ema.NAME                       its moving average, with --ema_decay
     optimizer.NAME.exp_avg ...     what Adam keeps for it
     random.cpu.RANK  random.cuda.RANK  random.drop_path      generators; not moved to another grid, but for the last
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from utils import checkpoint
 from utils.launch import first_message
+from utils.moving_average import MovingAverage
 
 
 class TrainingState:
@@ -28,6 +30,7 @@ class TrainingState:
         model: the model on this rank, before DDP wraps it.
         sliced: parameters that are cut over the tensor parallel ranks, with the dim.
         group: these ranks.
+        ema_decay: of the moving average of the weights; None for none.
     """
 
     def __init__(
@@ -37,19 +40,24 @@ class TrainingState:
         scaler: torch.amp.GradScaler,
         sliced: Mapping[nn.Parameter, int] | None = None,
         group: dist.ProcessGroup | None = None,
+        ema_decay: float | None = None,
     ):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.group = group
+        self.average = None if ema_decay is None else MovingAverage(model, ema_decay)
         self.sliced = {name: sliced[p] for name, p in model.named_parameters() if p in sliced} if sliced else {}
         self.mesh: DeviceMesh | None = None
         self.host: dict[str, Tensor] = {}  # copies in the host's memory, allocated once
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return weights and optimiser, by name; views of what the model and the optimiser hold."""
+        """Return weights, their average and optimiser, by name; views of what the model and the optimiser hold."""
         init_moments(self.optimizer)
-        found = {}
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        average = {}
+        if self.average:
+            weights, average = self.average.tensors()
+        found = {f"model.{name}": x for name, x in weights.items()} | {f"ema.{name}": x for name, x in average.items()}
         for name, p in self.model.named_parameters():
-            found[f"model.{name}"] = p.detach()
             for key, value in self.optimizer.state[p].items():
                 found[f"optimizer.{name}.{key}"] = value
         return {name: x.unflatten(0, (3, -1)) if checkpoint.QKV in name and x.ndim else x for name, x in found.items()}
@@ -86,7 +94,7 @@ class TrainingState:
 
     def _as_shard(self, name: str, x: Tensor) -> Tensor:
         kind, _, rest = name.partition(".")
-        parameter = rest if kind == "model" else rest.rpartition(".")[0]
+        parameter = rest.rpartition(".")[0] if kind == "optimizer" else rest
         if parameter not in self.sliced or not x.ndim or dist.get_world_size(self.group) == 1:
             return x
         if self.mesh is None:

@@ -1,5 +1,7 @@
 """The fields of a data set as a model sees them: grid, channels, statistics."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -77,6 +79,16 @@ class WeatherFields:
     def hours(self) -> str:
         """The lead time in words."""
         return f"{self.step_hours:g} h" + ("" if self.has_time else " (assumed: the files store no time)")
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What other files must have in common with these; None where the files do not tell."""
+        return {
+            "input channels": self.in_names,
+            "forecast channels": self.out_names,
+            "units": self.units if any(self.units) else None,
+            "step in hours": self.step_hours if self.has_time else None,
+        }
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""

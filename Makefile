@@ -124,7 +124,8 @@ $(VENV)/installed: requirements.txt
 	touch $@
 
 # The tests' tools, and every extra that they try; of Holistic Trace Analysis not JupyterLab, which only shows it.
-$(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt requirements-mlflow.txt $(READY)
+$(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt requirements-mlflow.txt \
+    requirements-maps.txt $(READY)
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
 	$(PYTHON) -m pip install --disable-pip-version-check -q --no-deps HolisticTraceAnalysis==0.5.0
 	$(COMPILE)

@@ -128,18 +128,24 @@ def tiny_flags(folder: Path, *flags: str) -> list[str]:
 def run_here(argv: list[str], main=None, name: str = "1GPU") -> Path:
     """Run a chapter's main, by default train.py's, in this process, a group of one; return the run's folder."""
     import train
+
+    call_here(main or train.main, argv)
+    return run_folder(argv, name)
+
+
+def call_here(main, argv: list[str]) -> None:
+    """Call the main of a script in this process, a group of one."""
     from utils.launch import World, join
     from utils.stop import SIGNALS
 
     join(World())
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        (main or train.main)(World(), argv)
+        main(World(), argv)
     finally:
         dist.destroy_process_group()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return run_folder(argv, name)
 
 
 def resume_here(argv: list[str], iteration: int, main=None, name: str = "1GPU") -> tuple[list, list]:

@@ -42,6 +42,9 @@ class EvaluationFolder:
         with all_ranks_agree():
             writer = open_writer(evaluation.forecasts, self.folder, data)
             if world.rank == 0:
+                from utils.maps import find_projection  # Matplotlib: the other ranks need not read it
+
+                find_projection(evaluation.projection)
                 store.open(self._setting())
                 left = [store.missing()]
                 if writer and len(left[0]) == len(data):
@@ -68,7 +71,7 @@ class EvaluationFolder:
     def finish(self) -> None:
         """Make scores and pictures, on rank 0, once all ranks have made their forecasts."""
         if self.world.rank == 0:
-            from utils.skill_report import report  # Matplotlib and TensorBoard: the other ranks need not read them
+            from utils.skill_report import report
 
             report(self)
 

@@ -57,7 +57,7 @@ class Maps:
         """Draw forecasts [K, H, W] of channel `c` beside what happened and the error, a row for each lead time."""
         data, name = self.data, self.data.out_names[c]
         scale, errors = colour_scale(truths), error_scale((forecasts - truths)[steps])
-        figure = Figure(figsize=(13, 0.6 + 2.3 * len(steps)), layout="constrained")
+        figure = Figure(figsize=(13, 1.2 + 2.2 * len(steps)), layout="constrained")
         grid = self.subplots(figure, len(steps), 3)
         for axes, k in zip(grid, steps):
             fields = (forecasts[k], truths[k], forecasts[k] - truths[k])
@@ -66,7 +66,8 @@ class Maps:
             for one, title in zip(axes, titles):
                 one.set_title(title, fontsize=9)
         for images_of, columns in ((images[0], grid[:, :2]), (images[2], grid[:, 2:])):
-            figure.colorbar(images_of, ax=columns, label=label(data, c), extend="both", shrink=0.6, pad=0.01)
+            bar = {"location": "bottom", "extend": "both", "shrink": 0.7, "aspect": 40, "pad": 0.01}
+            figure.colorbar(images_of, ax=columns, label=label(data, c), **bar)
         figure.suptitle(f"{name}: a forecast that starts from {data.date(0)}")
         return figure
 

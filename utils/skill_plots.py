@@ -108,6 +108,7 @@ def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int
             axes[0].loglog(wavenumbers, power, color=COLOURS[name], alpha=shade, label=text)
             axes[1].semilogx(wavenumbers, power / spectra[i, 0, 1:], color=COLOURS[name], alpha=shade, label=text)
     axes[0].set(ylabel=f"power [({data.units[c] or '1'})²]", title="power along circles of latitude")
+    axes[0].set_ylim(bottom=max(truth.min(), 1e-7 * truth.max()))  # some data hold nothing at the smallest scales
     axes[1].set(ylabel="power over the truth's", ylim=(0, 2), title="below 1 the forecast is too smooth")
     axes[1].axhline(1, color="black", linewidth=0.8)
     for one in axes:
@@ -133,7 +134,8 @@ def scorecard_figure(data: ForecastData, model: str, gain: np.ndarray) -> Figure
         for k in range(K):
             doubt = low[c, k] <= 1 <= high[c, k]
             text = f"({value[c, k]:.2f})" if doubt else f"{value[c, k]:.2f}"
-            axes.text(k, c, text, ha="center", va="center", fontsize=7)
+            colour = "white" if abs(np.log(value[c, k])) > 0.45 else "black"  # on dark blue and red
+            axes.text(k, c, text, ha="center", va="center", fontsize=7, color=colour)
     axes.set_xticks(range(K), [f"{hours:g}" for hours in data.lead_hours])
     axes.set_yticks(range(C), data.out_names)
     axes.set(xlabel="lead time [h]")

@@ -14,6 +14,7 @@ import matplotlib.image
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
+from utils.maps import label
 from utils.skill import INTERVAL, RESAMPLES, SCORES, WEIGHTINGS, summarise
 from utils.skill_plots import draw_all
 
@@ -30,6 +31,7 @@ def report(evaluation: "EvaluationFolder") -> None:
     _write_json(evaluation, sources, results, spectra)
     _write_csv(evaluation, sources, results)
     _log(evaluation, sources, results)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of each animation
     pictures = draw_all(evaluation, sources, results, spectra)
     _show(evaluation, sources, results, pictures)
     for path in (folder / "skill.json", folder / "skill.csv", *pictures):
@@ -106,35 +108,36 @@ def _write_csv(evaluation: "EvaluationFolder", sources: list[str], results: dict
 
 
 def _log(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> None:
-    """Log the RMSE of the shown channels at some lead times, with its interval, as a part of persistence's."""
-    data = evaluation.data
+    """Log the RMSE of the shown channels at some lead times, and what it comes to."""
+    data, rmse, gain = evaluation.data, results["rmse"][0, ..., 0], results["gain"][..., 0]
     shown = [k for k, hours in enumerate(data.lead_hours) if k == 0 or hours % 24 == 0 or k == data.steps - 1]
     logging.info(
-        "RMSE of %d forecasts (root of the mean square, weighted by cos(latitude)); in brackets the %g%% interval",
+        "RMSE of %d forecasts (rows weighted by cos(latitude)), and over persistence's (with its %g%% interval)",
         *(len(data), 100 * INTERVAL),
     )
     for c in data.plot_channels:
-        logging.info("%s [%s]", data.out_names[c], data.units[c])
-        logging.info("  %6s %s", "hours", " ".join(f"{source:>30}" for source in sources))
+        logging.info(
+            "  %-12s %11s %s", label(data, c)[:12], sources[0], "".join(f"{x:>12} {'':21}" for x in sources[1:])
+        )
         for k in shown:
-            cells = []
-            for s in range(len(sources)):
-                value, low, high = results["rmse"][:, k, s, c, 0]
-                cells.append(f"{value:.4g} ({low:.4g} to {high:.4g})")
-            logging.info("  %6g %s", data.lead_hours[k], " ".join(f"{cell:>30}" for cell in cells))
-    for s, name in enumerate(evaluation.models, 1):
-        for c in data.plot_channels:
-            better = _longest(data.lead_hours, results["gain"][2, :, s, c, 0])
-            logging.info(
-                "%s, %s: better than persistence %s", name, data.out_names[c],
-                f"up to {better:g} h, beyond doubt" if better else "at no lead time beyond doubt",
-            )  # fmt: skip
+            cells = [f"{data.lead_hours[k]:10g} h {rmse[k, 0, c]:11.4g}"]
+            for s in range(1, len(sources)):
+                ratio, low, high = gain[:, k, s, c]
+                cells.append(f"{rmse[k, s, c]:12.4g}  {ratio:5.2f} ({low:.2f} to {high:.2f})")
+            logging.info("  %s", "".join(cells))
+    for (s, name), c in itertools.product(enumerate(evaluation.models, 1), data.plot_channels):
+        persistence = _longest(data.lead_hours, gain[2, :, s, c])
+        climatology = _longest(data.lead_hours, rmse[:, s, c] / rmse[:, -1, c])
+        logging.info(
+            "%s, %s: better than persistence up to %g h, by the whole interval; than climatology up to %g h",
+            *(name, data.out_names[c], persistence, climatology),
+        )
 
 
-def _longest(lead_hours: list[float], highest: np.ndarray) -> float:
-    """Return the lead time up to which a forecast's RMSE is below persistence's at the top of its interval."""
+def _longest(lead_hours: list[float], ratios: np.ndarray) -> float:
+    """Return the lead time up to which all ratios are below 1."""
     last = 0.0
-    for hours, ratio in zip(lead_hours, highest):
+    for hours, ratio in zip(lead_hours, ratios):
         if not ratio < 1:
             break
         last = hours

@@ -32,9 +32,11 @@ help:
 
 demo: data/demo
 	$(PYTHON) train.py --config=demo
+	$(PYTHON) evaluate.py --checkpoint runs/demo/1GPU/00 --stride 4
 	@echo
-	@echo "A forecast beside what happened:  runs/demo/1GPU/00/pictures/vor_upper.png"
-	@echo "The curves:                       $(PYTHON) -m tensorboard.main --logdir runs"
+	@echo "Five days of forecast, a film:    runs/demo/1GPU/00/evaluation/pictures/forecast_vor_upper.gif"
+	@echo "How good forecasts are, how long: runs/demo/1GPU/00/evaluation/pictures/skill_vor_upper.png"
+	@echo "The curves of the training:       $(PYTHON) -m tensorboard.main --logdir runs"
 	@echo "Next, the same in bfloat16:       $(PYTHON) train.py --config=demo --amp_mode bf16 --run_num bf16"
 	@echo "and chapter 1 of README.md, which explains each flag."
 
@@ -72,6 +74,10 @@ figures: demo
 	$(PYTHON) docs/figures/roofline.py
 	$(PYTHON) docs/figures/loading.py
 	cp runs/demo/1GPU/00/pictures/vor_upper.png docs/figures/demo_forecast.png
+	cp runs/demo/1GPU/00/evaluation/pictures/forecast_vor_upper.gif docs/figures/demo_forecast.gif
+	cp runs/demo/1GPU/00/evaluation/pictures/skill_vor_upper.png docs/figures/demo_skill.png
+	cp runs/demo/1GPU/00/evaluation/pictures/scorecard_model.png docs/figures/demo_scorecard.png
+	cp runs/demo/1GPU/00/evaluation/pictures/spectra_vor_upper.png docs/figures/demo_spectra.png
 	$(PYTHON) docs/example_logs/make.py
 	$(PYTHON) docs/figures/trace.py
 	$(PYTHON) docs/figures/tensorboard.py

@@ -11,7 +11,7 @@
 #                     CONTAINER_ARGS adds words to its command line (--nv, --gpu --nccl)
 #   PYTHON            Default: .venv/bin/python where that exists, else python; in a container python
 #   ENABLE_PROFILING  1 runs rank 0 under nsys; the report is LOGDIR/PROFILE_OUTPUT.nsys-rep
-#   TRAIN_SCRIPT      Default: train.py
+#   TRAIN_SCRIPT      Default: train.py; evaluate.py takes the same way
 #
 # A job that reaches its time limit goes on by itself: 120 s before (--signal) Slurm sends USR1 to the ranks, they save
 # and exit with 75, and this script puts the job into the queue again, until num_iters is done. sbatch --no-requeue for
@@ -92,8 +92,8 @@ apptainer)
 *) fail "CONTAINER=$CONTAINER: use none, shifter, podman-hpc or apptainer" ;;
 esac
 
+flags=()
 if [ ${#container[@]} = 0 ]; then
-    flags=(--expdir "$LOGDIR")
     [ -z "$DATADIR" ] || flags+=(--data_dir "$DATADIR")
     [ -n "$PYTHON" ] || { [ -x .venv/bin/python ] && PYTHON=.venv/bin/python; } || PYTHON=python
 else
@@ -102,9 +102,11 @@ else
     container+=("$volume=$LOGDIR:/logs")
     [ -z "$DATADIR" ] || container+=("$volume=$DATADIR:/data")
     [ "$CONTAINER" = shifter ] || container+=("$CONTAINER_IMAGE")
-    flags=(--expdir /logs --data_dir /data)
+    flags=(--data_dir /data)
     LOGDIR=/logs
 fi
+# An evaluation is written beside its checkpoint.
+[ "$TRAIN_SCRIPT" = evaluate.py ] || flags=(--expdir "$LOGDIR" "${flags[@]}")
 export NSYS_OUTPUT="$LOGDIR/${PROFILE_OUTPUT:-profile}"
 
 # Every task runs this: who am I, then python. "$@" stays a list, so spaces and quotes in a flag survive.

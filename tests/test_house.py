@@ -59,6 +59,7 @@ def test_the_code_is_valid_on_python_310():
 def test_the_chapter_is_one_page():
     assert len((ROOT / "train_mp.py").read_text().splitlines()) <= 90
     assert len((ROOT / "train_mp_graphs.py").read_text().splitlines()) <= 80
+    assert len((ROOT / "evaluate.py").read_text().splitlines()) <= 80
     assert len((ROOT / "train.py").read_text().splitlines()) <= 200
 
 
@@ -162,19 +163,20 @@ def test_what_the_readme_names_exists():
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):
         assert (ROOT / target).exists(), f"README.md links to {target}"
-    commands = re.findall(r"(?:train\.py|submit_pm\w*\.sh)( [^`\n]*(?:\\\n[^`\n]*)*)", text)
-    flags = set(re.findall(r"--([a-z_0-9]+)", " ".join(commands)))
-    from utils.config_reader import FIELDS
+    from utils.config_reader import AGAIN, EVALUATION, FIELDS
 
-    known = set(FIELDS) | {f"no_{name}" for name in FIELDS} | {"yaml_config", "help"}
-    assert flags and flags <= known, flags - known
+    for script, names in ((r"train\.py|submit_pm\w*\.sh", FIELDS), (r"evaluate\.py", {**EVALUATION, **AGAIN})):
+        commands = re.findall(rf"(?:{script})( [^`\n]*(?:\\\n[^`\n]*)*)", text)
+        flags = set(re.findall(r"--([a-z_0-9]+)", " ".join(commands)))
+        known = set(names) | {f"no_{name}" for name in names} | {"yaml_config", "help"}
+        assert flags and flags <= known, flags - known
 
 
 def test_the_readme_explains_every_flag():
-    from utils.config_reader import FIELDS
+    from utils.config_reader import ALL
 
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/configuration.md").read_text()
-    assert not [name for name in FIELDS if not re.search(rf"(`|--){name}\b", text)]
+    assert not [name for name in ALL if not re.search(rf"(`|--){name}\b", text)]
 
 
 def test_every_section_that_is_named_exists():

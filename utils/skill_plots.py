@@ -25,6 +25,7 @@ COLOURS = {
     "model": "tab:blue",
     "ema": "tab:orange",
 }
+LINES = {"ema": "--"} | dict.fromkeys(("truth", "persistence", "climatology", "model"), "-")
 MAPS_AT = (24, 72)  # lead times in hours, beside the first and the last one
 
 
@@ -72,7 +73,8 @@ def skill_figure(data: ForecastData, c: int, sources: list[str], results: dict) 
         for one, score in zip(axes, ("rmse", "acc")):
             value, low, high = results[score][:, :, s, c, 0]
             if np.isfinite(value).any():
-                one.plot(days, value, color=COLOURS[source], label=source, marker="." if len(days) < 40 else "")
+                marker = "." if len(days) < 40 else ""
+                one.plot(days, value, LINES[source], color=COLOURS[source], label=source, marker=marker)
                 one.fill_between(days, low, high, color=COLOURS[source], alpha=0.2, linewidth=0)
     axes[0].set(ylabel=f"RMSE, {label(data, c)}", ylim=(0, None), title="error: lower is better")
     axes[1].set(ylabel=f"anomaly correlation, from {data.climate.name}", title="correlation: higher is better")
@@ -98,17 +100,21 @@ def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int
     """
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     axes = figure.subplots(1, 2)
-    wavenumbers = np.arange(1, spectra.shape[-1])
-    truth = spectra[-1, 0, 1:]
-    axes[0].loglog(wavenumbers, truth, color="black", label="truth")
-    for s, name in enumerate(names[1:], 2):
+    waves = slice(1, (len(data.longitude) + 1) // 2)  # the last one of an even number stands for itself alone
+    wavenumbers = np.arange(waves.start, waves.stop)
+    shown = spectra[:, [0, *range(2, 1 + len(names))]][..., waves]  # persistence is left out
+    axes[0].loglog(wavenumbers, shown[-1, 0], color="black", label="truth")
+    for s, name in enumerate(names[1:], 1):
         for i, k in enumerate(steps):
-            shade = 0.35 + 0.65 * i / max(len(steps) - 1, 1)
-            power, text = spectra[i, s, 1:], f"{name}, {data.lead_hours[k]:g} h"
-            axes[0].loglog(wavenumbers, power, color=COLOURS[name], alpha=shade, label=text)
-            axes[1].semilogx(wavenumbers, power / spectra[i, 0, 1:], color=COLOURS[name], alpha=shade, label=text)
+            style = {
+                "color": COLOURS[name],
+                "alpha": 0.35 + 0.65 * i / max(len(steps) - 1, 1),
+                "linestyle": LINES[name],
+            }
+            axes[0].loglog(wavenumbers, shown[i, s], label=f"{name}, {data.lead_hours[k]:g} h", **style)
+            axes[1].semilogx(wavenumbers, shown[i, s] / shown[i, 0], **style)
     axes[0].set(ylabel=f"power [({data.units[c] or '1'})²]", title="power along circles of latitude")
-    axes[0].set_ylim(bottom=max(truth.min(), 1e-7 * truth.max()))  # some data hold nothing at the smallest scales
+    axes[0].set_ylim(bottom=max(shown.min(), 1e-7 * shown.max()))  # some data hold nothing at the smallest scales
     axes[1].set(ylabel="power over the truth's", ylim=(0, 2), title="below 1 the forecast is too smooth")
     axes[1].axhline(1, color="black", linewidth=0.8)
     for one in axes:

@@ -116,9 +116,8 @@ def _log(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> N
         *(len(data), 100 * INTERVAL),
     )
     for c in data.plot_channels:
-        logging.info(
-            "  %-12s %11s %s", label(data, c)[:12], sources[0], "".join(f"{x:>12} {'':21}" for x in sources[1:])
-        )
+        logging.info("%s", label(data, c))
+        logging.info("  %24s%s", sources[0], "".join(f"{name:>12}{'':22}" for name in sources[1:]).rstrip())
         for k in shown:
             cells = [f"{data.lead_hours[k]:10g} h {rmse[k, 0, c]:11.4g}"]
             for s in range(1, len(sources)):

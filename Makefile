@@ -98,6 +98,7 @@ mutations: $(TOOLS)
 	$(PYTHON) tests/loading_mutations.py
 	$(PYTHON) tests/resuming_mutations.py
 	$(PYTHON) tests/measuring_mutations.py
+	$(PYTHON) tests/evaluating_mutations.py
 
 # Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
 combinations: $(READY)

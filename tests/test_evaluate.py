@@ -33,6 +33,7 @@ from tests.helpers import (
 )
 from utils import checkpoint
 from utils.era5 import Files
+from utils.evaluation import share_out
 
 NAMES = ["u", "v", "t"]
 
@@ -182,6 +183,14 @@ def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, 
             for name in NAMES:
                 both = [np.array(x["cos"][name]) for x in (found["scores"][source][score], by_weighting)]
                 np.testing.assert_allclose(*both, rtol=1e-6, err_msg=f"{source} {score} {name}")
+
+
+def test_the_forecasts_are_shared_out_in_batches_of_one_size():
+    left = [0, 1, 2, 4, 5, 6, 8, 9]
+    assert share_out(left, rank=0, ranks=3, batch_size=2) == [[0, 4], [8, 8]]
+    assert share_out(left, rank=2, ranks=3, batch_size=2) == [[2, 6]]
+    assert share_out(left, rank=1, ranks=3, batch_size=8) == [[1, 5, 9]]  # none is larger than it need be
+    assert share_out(left[:2], rank=2, ranks=3, batch_size=8) == [] == share_out([], rank=0, ranks=1, batch_size=8)
 
 
 def test_checkpoints_of_three_grids_forecast_the_same(trained, result, tmp_path):

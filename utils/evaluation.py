@@ -62,11 +62,8 @@ class EvaluationFolder:
         close_log(self.handlers)
 
     def batches(self) -> list[list[int]]:
-        """Return the forecasts that this rank makes, in batches of one size; its last one fills the rest."""
-        mine = self.left[self.world.rank :: self.world.size]
-        size = min(self.config.local_batch_size, -(-len(self.left) // self.world.size) or 1)
-        batches = [mine[i : i + size] for i in range(0, len(mine), size)]
-        return [batch + batch[-1:] * (size - len(batch)) for batch in batches]
+        """Return the forecasts that this rank makes."""
+        return share_out(self.left, self.world.rank, self.world.size, self.config.local_batch_size)
 
     def finish(self) -> None:
         """Make scores and pictures, on rank 0, once all ranks have made their forecasts."""
@@ -116,3 +113,11 @@ def results_folder(evaluation: Evaluation) -> Path:
     if source.is_dir():  # <run>/checkpoints/00000128
         return source.parent.parent / "evaluation"
     return source.with_name(f"{source.stem}_evaluation")
+
+
+def share_out(forecasts: list[int], rank: int, ranks: int, batch_size: int) -> list[list[int]]:
+    """Return a rank's forecasts in batches of one size: the last one fills up its batch."""
+    mine = forecasts[rank::ranks]
+    size = min(batch_size, -(-len(forecasts) // ranks)) or 1
+    batches = [mine[i : i + size] for i in range(0, len(mine), size)]
+    return [batch + batch[-1:] * (size - len(batch)) for batch in batches]

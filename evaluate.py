@@ -12,9 +12,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from train import autocast, build_model
 from utils.compiler import compile_modules
@@ -40,14 +38,14 @@ def rollout(
         for name, model in models.items():
             with autocast(config, data.device):
                 forecast = model(states[name]).to(states[name].dtype)
-            states[name] = forecast[:, data.feedback]  # of the next step
+            states[name] = forecast.index_select(1, data.feedback)  # of the next step
             forecasts[name] = data.in_units(forecast)
         yield truth, forecasts
 
 
 def main(world: World, argv: list[str]) -> None:
     with all_ranks_agree():
-        evaluation, config, info = load_evaluation(argv)
+        evaluation, config, info, remarks = load_evaluation(argv)
         device = prepare(config, world.local_rank)
         data = ForecastData(config, evaluation, device, info and info.get("data"))
         models = load_forecasters(lambda: build_model(config, data), evaluation, info)
@@ -55,11 +53,9 @@ def main(world: World, argv: list[str]) -> None:
             model.to(device).eval()
             if config.enable_jit:
                 compile_modules(model, config.compile_modules, config.compile_mode)
-    with EvaluationFolder(evaluation, config, info, data, list(models), world) as folder:
-        batches = folder.batches()
-        for numbers in tqdm(batches, desc="forecasts", unit="batch", disable=None if world.rank == 0 else True):
+    with EvaluationFolder(evaluation, config, info, data, list(models), world, remarks) as folder:
+        for numbers in folder.batches():
             folder.judge.keep(numbers, rollout(models, data, numbers, config))
-        dist.barrier()
         folder.finish()
 
 

@@ -91,7 +91,7 @@ def row_weights(latitude: xarray.DataArray, weighting: str) -> xarray.DataArray:
 @pytest.mark.parametrize("source", ["model", "ema", "persistence", "climatology"])
 def test_scores_equal_those_of_xarray(trained, result, source, weighting):
     out, skill = result
-    stored = xarray.open_zarr(out / "forecasts" / f"{'ema' if source == 'ema' else 'model'}.zarr", consolidated=False)
+    stored = xarray.open_zarr(out / "forecasts" / f"{'ema' if source == 'ema' else 'model'}.zarr")
     forecast = stored.to_dataarray("channel").astype(np.float64)
     assert forecast.dims == ("channel", "time", "prediction_timedelta", "latitude", "longitude")
     assert (np.diff(forecast.latitude) > 0).all()  # WeatherBench 2 wants them to rise
@@ -115,6 +115,7 @@ def test_scores_equal_those_of_xarray(trained, result, source, weighting):
         "mean_rmse": np.sqrt(square).mean("time"),
         "bias": mean(forecast - valid).mean("time"),
         "activity": np.sqrt(mean(a**2) - mean(a) ** 2).mean("time"),
+        "truth_activity": np.sqrt(mean(b**2) - mean(b) ** 2).mean("time"),
     }
     if source != "climatology":
         expected["acc"] = (mean(a * b) / np.sqrt(mean(a**2) * mean(b**2))).mean("time")
@@ -136,7 +137,7 @@ def test_a_rollout_is_the_model_on_its_own_forecasts(trained, result):
     for kind in ("model", "ema"):
         model = ViT((16, 32), 4, 3, 3, 32, 2, 4).double().eval()
         model.load_state_dict(checkpoint.read_weights(folder, kind))
-        stored = xarray.open_zarr(out / f"forecasts/{kind}.zarr", consolidated=False)
+        stored = xarray.open_zarr(out / f"forecasts/{kind}.zarr")
         state = (torch.from_numpy(happened.sel(time=stored.time[5]).values) - mean) / std
         for k in range(4):
             with torch.no_grad():
@@ -148,11 +149,7 @@ def test_a_rollout_is_the_model_on_its_own_forecasts(trained, result):
 
 def test_forecasts_begin_where_all_of_their_truth_is(result):
     out, skill = result
-    times = (
-        xarray.open_zarr(out / "forecasts/model.zarr", consolidated=False)
-        .time.values.astype("datetime64[s]")
-        .astype(int)
-    )
+    times = xarray.open_zarr(out / "forecasts/model.zarr").time.values.astype("datetime64[s]").astype(int)
     assert times.tolist() == [STEP * t for t in range(16)] + [STEP * (1000 + t) for t in range(3)]
     assert skill["forecasts"] == 19 and skill["lead_hours"] == [6, 12, 18, 24]
 
@@ -262,9 +259,9 @@ def test_netcdf_and_zarr_hold_the_same(trained, result, tmp_path):
     evaluated(trained, out, "--forecasts", "netcdf")
     paths = sorted((out / "forecasts/model").glob("*.nc"))
     assert len(paths) == 19 and paths[1].name == "1970-01-01T0600.nc"
-    files = xarray.concat([xarray.open_dataset(path) for path in paths], "time")
-    stored = xarray.open_zarr(result[0] / "forecasts/model.zarr", consolidated=False)
-    xarray.testing.assert_identical(files.load(), stored.load())
+    files = xarray.concat([xarray.load_dataset(path) for path in paths], "time")
+    stored = xarray.open_zarr(result[0] / "forecasts/model.zarr")
+    xarray.testing.assert_identical(files, stored.load())
     assert stored.u.units == "m s-1" and stored.u.dtype == np.float32
     assert set(stored.u.dims) == {"time", "prediction_timedelta", "latitude", "longitude"}
 
@@ -320,7 +317,7 @@ def test_a_climatology_of_each_day(trained, result, tmp_path):
     usual = write_climatology(trained, path)
     skill = evaluated(trained, tmp_path / "out", "--climatology", str(path))
     assert skill["climatology"] == "usual.nc"
-    stored = xarray.open_zarr(result[0] / "forecasts/model.zarr", consolidated=False).astype(np.float64)
+    stored = xarray.open_zarr(result[0] / "forecasts/model.zarr").astype(np.float64)
     happened = truth(trained).to_dataset("channel")
     valid = stored.time + stored.prediction_timedelta
     a, b = (x - usual.sel(dayofyear=valid.dt.dayofyear, hour=valid.dt.hour) for x in (stored, happened.sel(time=valid)))
@@ -344,6 +341,7 @@ def refused(argv: list[str]) -> str:
 def test_what_a_user_can_get_wrong(trained, tmp_path):
     run = str(trained / "runs/tiny/1GPU/00")
     assert "no complete checkpoint" in refused(["--checkpoint", str(tmp_path)])
+    assert "no /" in refused(["--checkpoint", str(tmp_path / "none")])
     assert "give the folder of a run" in refused([])
     assert "leave --config out" in refused(["--checkpoint", run, "--config", "tiny"])
     assert "did you mean '--lead_hours'" in refused(flags(trained, "--lead_hour", "6"))
@@ -352,7 +350,7 @@ def test_what_a_user_can_get_wrong(trained, tmp_path):
     few = refused(flags(trained, "--lead_hours", "120"))
     assert "no 21 steps in a row" in few and "lower --lead_hours" in few
     assert "inf_data_path is None" in refused(["--checkpoint", run])
-    assert "'Robins' is no class of cartopy.crs" in refused(flags(trained, "--projection", "Robins"))
+    assert "'Robins' is no map of cartopy.crs" in refused(flags(trained, "--projection", "Robins"))
     assert "ema_decay" in refused(flags(trained, "--weights", "ema", "--checkpoint", str(_plain(trained))))
 
 

@@ -18,11 +18,21 @@ def test_area_weights_are_areas():
     np.testing.assert_allclose(skill.area_weights(fine), skill.row_weights(fine)[:, 0] * 721, atol=1e-4 * 12)
 
 
+def test_area_weights_of_part_of_the_globe():
+    """A last row that was cropped belongs to the pole; the edges of a region lie half a row out."""
+    cropped = np.arange(90, -87.6, -2.5)
+    assert skill.area_weights(cropped)[-1] * np.sin(np.deg2rad(1.25)) == pytest.approx(
+        skill.area_weights(cropped)[36] * (1 - np.sin(np.deg2rad(86.25))) / 2
+    )
+    region = np.array([55.0, 45.0, 35.0])
+    expected = np.sin(np.deg2rad([60, 50, 40])) - np.sin(np.deg2rad([50, 40, 30]))
+    np.testing.assert_allclose(skill.area_weights(region), expected / expected.mean())
+
+
 def test_each_forecast_is_drawn_as_often_as_any_other():
     counts = skill.resampled_counts(forecasts=30, block=4)
     assert counts.shape == (skill.RESAMPLES, 30) and (counts.sum(axis=1) == 30).all()
     np.testing.assert_allclose(counts.mean(axis=0), 1, atol=0.15)
-    assert (skill.resampled_counts(forecasts=3, block=99).sum(axis=1) == 3).all()
 
 
 def intervals(values: np.ndarray, block: int) -> np.ndarray:
@@ -30,7 +40,7 @@ def intervals(values: np.ndarray, block: int) -> np.ndarray:
     moments = np.zeros((len(values), 1, 2, 1, 1, len(skill.MOMENTS)))  # N K S C A M
     moments[..., skill.MOMENTS.index("e")] = values[:, None, None, None, None]
     moments[..., skill.MOMENTS.index("ee")] = 1
-    return skill.summarise(lambda: iter(moments), len(values), block)["bias"][:, 0, 0, 0, 0]
+    return skill.summarise(moments, len(values), block)["bias"][:, 0, 0, 0, 0]
 
 
 def test_an_interval_is_that_of_a_mean():
@@ -48,14 +58,21 @@ def test_neighbours_that_say_the_same_are_drawn_together():
     assert 1.6 < wide / narrow < 2.2
 
 
-def test_the_gain_is_judged_on_the_same_weather():
+def test_few_blocks_make_no_interval():
+    values = np.random.default_rng(4).standard_normal(20)
+    assert np.isfinite(intervals(values, block=6)).all()
+    value, low, high = intervals(values, block=7)
+    assert value == pytest.approx(values.mean()) and np.isnan([low, high]).all()
+
+
+def test_the_ratio_is_judged_on_the_same_weather():
     """A forecast that is always 10% better is so without doubt, however much the weather varies."""
     size = 1 + np.random.default_rng(3).random(50) * 10
     moments = np.zeros((50, 1, 2, 1, 1, len(skill.MOMENTS)))
     moments[..., 0, :, :, skill.MOMENTS.index("ee")] = (size**2)[:, None, None, None]
     moments[..., 1, :, :, skill.MOMENTS.index("ee")] = (0.81 * size**2)[:, None, None, None]
-    found = skill.summarise(lambda: iter(moments), 50, 1)
-    np.testing.assert_allclose(found["gain"][:, 0, 1, 0, 0], 0.9)
+    found = skill.summarise(moments, 50, 1)
+    np.testing.assert_allclose(found["rmse_over_persistence"][:, 0, 1, 0, 0], 0.9)
     assert np.ptp(found["rmse"][:, 0, 1, 0, 0]) > 0.5
 
 
@@ -63,7 +80,7 @@ def test_projections_are_those_of_cartopy(monkeypatch):
     crs = pytest.importorskip("cartopy.crs", reason="needs pip install -r requirements-maps.txt")
     assert find_projection("plain") == (None, None)
     assert isinstance(find_projection("Robinson")[0], crs.Robinson)
-    with pytest.raises(ValueError, match="'Robins' is no class of cartopy.crs: take PlateCarree"):
+    with pytest.raises(ValueError, match="'Robins' is no map of cartopy.crs: take PlateCarree"):
         find_projection("Robins")
     monkeypatch.setitem(__import__("sys").modules, "cartopy", None)
     with pytest.raises(ValueError, match="needs cartopy, which is not installed: `pip install -r requirements-maps"):

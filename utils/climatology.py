@@ -1,24 +1,30 @@
 """What the weather is usually like: what anomalies are counted from.
 
-By default the mean over the training years (`time_means`). With `--climatology` the means of each day of the year, as
-WeatherBench 2 has them: a variable for each channel, [dayofyear, latitude, longitude], if need be with `hour` as well.
-xarray reads it (NetCDF, Zarr): `pip install -r requirements-prepare.txt`.
+By default the mean over the training years (`time_means`). With `--climatology` the means of each day of the year: a
+variable for each channel, by its name, of [dayofyear, latitude, longitude], if need be with `hour` as well. xarray
+reads it (NetCDF, Zarr): `pip install -r requirements-prepare.txt`.
+
+Shapes:  C channels   H W rows, columns
 """
 
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from utils.archive_file import open_archive
+from utils.frame_reader import ReadError
 
 if TYPE_CHECKING:
     from utils.weather_fields import WeatherFields
 
 
 class Climatology:
-    """The usual state of the forecast channels at any time, in units.
+    """The usual state of the forecast channels at any time, in units, in float64 on the device.
 
     Args:
         fields: the channels and the grid.
@@ -30,6 +36,8 @@ class Climatology:
     def __init__(self, fields: "WeatherFields", path: str | None):
         self.fields, self.path = fields, path
         self.name = "time_means" if path is None else Path(path).name
+        self.time_means = torch.from_numpy(fields.time_means.astype(np.float64)).to(fields.device)
+        self._read = lru_cache(maxsize=8)(self._read_day)  # forecasts of one batch ask for the same days
         if path is not None:
             self._open(path)
 
@@ -37,19 +45,26 @@ class Climatology:
         fields = self.fields
         if not fields.has_time:
             raise ValueError(f"climatology {path} is by date, and the files store no time: leave it out")
-        (dataset,) = open_archive(path)
+        datasets = open_archive(path)
+        dataset = datasets[0]
         axes = {"dayofyear", "latitude", "longitude"} | ({"hour"} & set(dataset.dims))
-        for name in fields.out_names:
-            if name not in dataset or set(dataset[name].dims) != axes:
+        for name, units in zip(fields.out_names, fields.units):
+            if (
+                len(datasets) > 1
+                or name not in dataset
+                or set(dataset[name].dims) != axes
+                or axes - set(dataset.indexes)
+            ):
                 there = ", ".join(str(name) for name in dataset.data_vars)
                 raise ValueError(
-                    f"{path} has no {name!r} of [dayofyear, latitude, longitude]: it holds {there}; "
-                    f"give each channel a variable of its name"
+                    f"{path} has no {name!r} of [dayofyear, latitude, longitude], each with its values: it holds "
+                    f"{there}; give each channel a variable of its name"
                 )
-        try:
-            self.dataset = dataset.sel(latitude=fields.latitude, longitude=fields.longitude, method="nearest")
-        except KeyError as error:
-            raise ValueError(f"{path} has no {error}: it must be on the grid of the data") from None
+            other = dataset[name].attrs.get("units", units)
+            if units and other != units:
+                raise ValueError(f"{path} has {name} in {other}, and the data in {units}: bring it to the same units")
+        self.file = dataset
+        self.dataset = dataset.sel(latitude=fields.latitude, longitude=fields.longitude, method="nearest")
         for axis in ("latitude", "longitude"):
             if not np.allclose(self.dataset[axis], getattr(fields, axis), atol=1e-3):
                 raise ValueError(f"{path} has another {axis} than the data: bring it to the same grid")
@@ -57,15 +72,23 @@ class Climatology:
         if not days >= set(range(1, 366)):
             raise ValueError(f"{path} holds {len(days)} days of the year: it must hold 365 or 366")
 
-    def at(self, seconds: int | None) -> np.ndarray:
-        """Return it for a time, [C, H, W] in float64."""
+    def close(self) -> None:
+        """Close the file."""
+        if self.path is not None:
+            self.file.close()
+
+    def at(self, seconds: int | None) -> Tensor:
+        """Return it for a time, [C, H, W]. Raises ReadError where it is not finite."""
         if self.path is None:
-            return self.fields.time_means.astype(np.float64)
+            return self.time_means
         date = datetime.fromtimestamp(seconds, tz=timezone.utc)
-        where = {"dayofyear": date.timetuple().tm_yday}
-        if "hour" in self.dataset.dims:
-            where["hour"] = date.hour
-        day = self.dataset.sel(where, method="nearest")  # 365 where there is no 366, the nearest hour
-        return np.stack([day[name].transpose("latitude", "longitude").values for name in self.fields.out_names]).astype(
-            np.float64
-        )
+        return self._read(date.timetuple().tm_yday, date.hour)
+
+    def _read_day(self, day: int, hour: int) -> Tensor:
+        where = {"dayofyear": day} | ({"hour": hour} if "hour" in self.dataset.dims else {})
+        usual = self.dataset.sel(where, method="nearest")  # 365 where there is no 366, and the nearest hour
+        values = [usual[name].transpose("latitude", "longitude").values for name in self.fields.out_names]
+        values = np.stack(values).astype(np.float64)
+        if not np.isfinite(values).all():
+            raise ReadError(f"{self.path}: day {day}, hour {hour} is not finite everywhere: fill it, or leave it out")
+        return torch.from_numpy(values).to(self.fields.device)

@@ -96,7 +96,7 @@ class _Parser(argparse.ArgumentParser):
 def _parse(argv: list[str], helps: dict[str, str], description: str) -> dict[str, Any]:
     """Return the flags given, of those that have a text in `helps`. Raises ValueError for another, with the closest."""
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
-    parser.add_argument("--yaml_config", default=YAML_CONFIG, help=f"YAML file of named sections ({YAML_CONFIG})")
+    parser.add_argument("--yaml_config", help=f"YAML file of named sections ({YAML_CONFIG})")
     for name, text in helps.items():
         (kind, is_list, _), choices = _parts(name), ALL[name].metadata["choices"]
         text = text.replace("%", "%%") if text != argparse.SUPPRESS else text
@@ -155,7 +155,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         for name, field in FIELDS.items()
     }
     flags = _parse(argv, helps, "Every key of the YAML file is a flag; the command line wins over the YAML section.")
-    path = flags.pop("yaml_config")
+    path = flags.pop("yaml_config", YAML_CONFIG)
     values: dict[str, Any] = {}
     section = flags.get("config", FIELDS["config"].default)
     keys = _read_section(path, section)
@@ -222,10 +222,12 @@ AGAIN = {
     **{name: FIELDS[name].default for name in ("device", "enable_jit", "compile_modules", "compile_mode")},
     **{name: FIELDS[name].default for name in ("comm_timeout", "expandable_segments")},
 }
+# Training's, and not an evaluation's.
+LEFT_OUT = ("tracker", "report", "profile", "accumulation_steps", "activation_checkpoint", "init_from")
 
 
-def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any] | None]:
-    """Return what is to be evaluated and how, the configuration of the model, and the info of its checkpoint.
+def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any] | None, list[str]]:
+    """Return what is to be evaluated and how, the model's configuration, the info of its checkpoint, and remarks.
 
     Exported weights know nothing of their training: it comes from the YAML section, and there is no info.
 
@@ -234,25 +236,37 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
     helps = {name: f"{field.metadata['help']} ({field.default})" for name, field in EVALUATION.items()}
     helps |= {name: f"{FIELDS[name].metadata['help']} ({default})" for name, default in AGAIN.items()}
     flags = _parse(argv, helps, "Forecasts of a trained model: rollout, skill, pictures.")
-    path = flags.pop("yaml_config")
-    given = {name: cast(name, value) for name, value in flags.items()}
+    yaml_config, remarks = flags.pop("yaml_config", None), []
+    given = {name: cast(name, value) for name, value in flags.items() if name in ALL}
     evaluation = Evaluation(**{name: value for name, value in given.items() if name in EVALUATION})
     if evaluation.checkpoint is None:
         raise ValueError("checkpoint is None: give the folder of a run, one of its checkpoints, or exported weights")
-    source, info = Path(evaluation.checkpoint), None
+    source, info = Path(evaluation.checkpoint).resolve(), None
+    if not source.exists():
+        raise ValueError(f"no {source}: give the folder of a run, one of its checkpoints, or exported weights")
+    if evaluation.best and (source.is_file() or checkpoint.is_name(source.name)):
+        raise ValueError(f"best chooses among a run's checkpoints, and {source} is one thing: leave --best out")
     if source.is_file():
         section = given.get("config", FIELDS["config"].default)
-        config = load_config(["--yaml_config", path, "--config", section])[0]
-        config = replace(config, init_from=str(source))
+        config = load_config(["--yaml_config", yaml_config or YAML_CONFIG, "--config", section])[0]
     else:
-        if "config" in given:
-            raise ValueError(f"config is for exported weights: {source} knows how it was trained; leave --config out")
+        for name in ("config", "yaml_config"):
+            if name in given or (name == "yaml_config" and yaml_config):
+                raise ValueError(
+                    f"{name} is for exported weights: {source} knows how it was trained; leave --{name} out"
+                )
         source, info = checkpoint.choose(source, evaluation.best)
-        known = {name: cast(name, value) for name, value in info["config"].items() if name in FIELDS}
-        config = replace(Config(**known), init_from=None)
-        evaluation = replace(evaluation, checkpoint=str(source))
-    config = replace(config, **{name: default for name, default in AGAIN.items() if default != "as in training"})
+        config = Config(**{name: cast(name, value) for name, value in info["config"].items() if name in FIELDS})
+    defaults = {name: default for name, default in AGAIN.items() if default != "as in training"}
+    config = replace(config, **defaults, **{name: FIELDS[name].default for name in LEFT_OUT})
+    if source.is_file():
+        config = replace(config, init_from=str(source))
     if "data_dir" in given:
-        config = _move_data(config, given["data_dir"], config.data_dir or "/data")
+        before = config.data_dir or "/data"
+        moved = _move_data(config, given["data_dir"], before)
+        if moved == replace(config, data_dir=given["data_dir"]):
+            remarks.append(f"data_dir changes nothing: no path of the training begins with {before}")
+        config = moved
     given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or config.global_batch_size
-    return evaluation, replace(config, **{name: x for name, x in given.items() if name in FIELDS}), info
+    config = replace(config, **{name: x for name, x in given.items() if name in FIELDS})
+    return replace(evaluation, checkpoint=str(source)), config, info, remarks

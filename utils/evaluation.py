@@ -1,10 +1,13 @@
 """One evaluation: its folder, which forecasts are left to make, and what is made of them at the end."""
 
+import dataclasses
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 from utils import checkpoint
 from utils.config import Config, Evaluation
@@ -13,8 +16,12 @@ from utils.forecast_data import ForecastData
 from utils.forecast_store import ForecastStore
 from utils.forecast_writer import open_writer
 from utils.judge import Judge
-from utils.launch import World, all_ranks_agree
+from utils.launch import STOPPED, Ended, World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
+from utils.stop import StopRequests
+
+# Keys of a configuration that do not change a forecast, or that the setting has in another form.
+IRRELEVANT = ("local_batch_size", "global_batch_size", "comm_timeout", "expandable_segments", "data_dir", "device")
 
 
 class EvaluationFolder:
@@ -23,6 +30,9 @@ class EvaluationFolder:
     Args:
         info: of the checkpoint; None for exported weights.
         models: the names of the models.
+        remarks: for the log.
+
+    Raises Refused for a folder that cannot be used, and where ranks found different checkpoints.
     """
 
     def __init__(
@@ -33,82 +43,102 @@ class EvaluationFolder:
         data: ForecastData,
         models: list[str],
         world: World,
+        remarks: list[str],
     ):
         self.evaluation, self.config, self.info, self.data, self.models = evaluation, config, info, data, models
         self.world, self.folder = world, results_folder(evaluation)
-        store = self.store = ForecastStore(self.folder, len(data))
+        self.store = ForecastStore(self.folder, len(data))
         self.handlers: list[logging.Handler] = []
-        left: list[list[int]] = [[]]
+        found = [[evaluation.checkpoint, []]]
         with all_ranks_agree():
-            writer = open_writer(evaluation.forecasts, self.folder, data)
+            writer = open_writer(evaluation.forecasts, self.folder, data, evaluation.checkpoint)
             if world.rank == 0:
                 from utils.maps import find_projection  # Matplotlib: the other ranks need not read it
 
                 find_projection(evaluation.projection)
-                store.open(self._setting())
-                left = [store.missing()]
-                if writer and len(left[0]) == len(data):
-                    writer.prepare(models)
+                self.store.open(self._setting())
                 self.handlers = open_log(self.folder / "out.log")
-                self._describe(len(data) - len(left[0]))
-        dist.broadcast_object_list(left)
-        self.left = left[0]
-        self.judge = Judge(data, store, writer)
+                found[0][1] = self.store.missing()
+                if writer and len(found[0][1]) == len(data):
+                    writer.prepare(models)
+                self._describe(len(data) - len(found[0][1]), remarks)
+        dist.broadcast_object_list(found)
+        (first, self.left) = found[0]
+        other = evaluation.checkpoint != first  # a training that goes on may write one meanwhile
+        share_error(f"the newest checkpoint is {evaluation.checkpoint}, on rank 0 {first}: name one" if other else None)
+        self.judge = Judge(data, self.store, writer)
+        self.requests = StopRequests(None, None, config.longest_wait)
 
     def __enter__(self) -> "EvaluationFolder":
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.data.close()
+        self.store.close()
         close_log(self.handlers)
 
-    def batches(self) -> list[list[int]]:
-        """Return the forecasts that this rank makes."""
-        return share_out(self.left, self.world.rank, self.world.size, self.config.local_batch_size)
+    def batches(self) -> Iterator[list[int]]:
+        """Yield the forecasts that this rank makes, until a signal asks it to stop.
+
+        Raises Ended, on all ranks, where one of them was asked to; each waits here for the others.
+        """
+        batches = share_out(self.left, self.world.rank, self.world.size, self.config.local_batch_size)
+        for batch in tqdm(batches, desc="forecasts", unit="batch", disable=None if self.world.rank == 0 else True):
+            if self.requests.reason:
+                break
+            yield batch
+        reasons: list[str | None] = [None] * self.world.size
+        dist.all_gather_object(reasons, self.requests.reason)
+        if any(reasons):
+            if self.world.rank == 0:
+                logging.info("Stopped by %s: the same command goes on from here", next(filter(None, reasons)))
+            raise Ended(STOPPED)
 
     def finish(self) -> None:
-        """Make scores and pictures, on rank 0, once all ranks have made their forecasts."""
+        """Make scores and pictures, on rank 0, of the forecasts of all ranks."""
         if self.world.rank == 0:
             from utils.skill_report import report
 
             report(self)
 
-    def _describe(self, there: int) -> None:
+    def _describe(self, there: int, remarks: list[str]) -> None:
         data, evaluation = self.data, self.evaluation
+        for remark in (*remarks, data.warning):
+            if remark:
+                logging.info(remark)
         after = f", after {self.info['iteration']} iterations" if self.info else ""
         logging.info("Model: %s%s", evaluation.checkpoint, after)
         logging.info(
-            "Forecasts: %d, from %s to %s, %g h in %d steps of %s",
+            "Forecasts: %d, from %s to %s, %g h in %d step(s) of %s",
             *(len(data), data.date(0), data.date(len(data) - 1), data.lead_hours[-1], data.steps, data.hours),
         )
         logging.info("Results: %s%s", self.folder, f" ({there} forecasts are there already)" if there else "")
-        if data.warning:
-            logging.info(data.warning)
 
     def _setting(self) -> dict[str, Any]:
         """Return what decides the results."""
         config, evaluation, data = self.config, self.evaluation, self.data
+        keys = {n: x for n, x in dataclasses.asdict(config).items() if n not in IRRELEVANT and not n.endswith("_path")}
+        names = ("global_means_path", "global_stds_path", "time_means_path", "time_diff_stds_path")
+        statistics = [path for name in names if (path := getattr(config, name)) is not None]
         source = Path(evaluation.checkpoint)
-        paths = [config.global_means_path, config.global_stds_path, config.time_means_path]
         return {
             "checkpoint": [str(source), *stamp(source / checkpoint.INFO if source.is_dir() else source)],
             "models": self.models,
-            "files": [[path, *seen] for path, seen in zip(data.files.paths, data.files.stamps)],
-            "statistics": [[path, *stamp(path)] for path in paths],
+            "files": [[str(Path(path).resolve()), *seen] for path, seen in zip(data.files.paths, data.files.stamps)],
+            "statistics": [[str(Path(path).resolve()), *stamp(path)] for path in statistics],
             "climatology": evaluation.climatology and [evaluation.climatology, *stamp(evaluation.climatology)],
             "lead_hours": data.lead_hours,
             "stride": evaluation.stride,
-            "channels": data.out_names,
-            "maps": [data.out_names[c] for c in data.plot_channels],
             "forecasts": evaluation.forecasts,
-            "precision": config.amp_mode,
             "device": data.device.type,
+            "configuration": keys,
         }
 
 
 def results_folder(evaluation: Evaluation) -> Path:
     """Return where the results go."""
     if evaluation.out is not None:
-        return Path(evaluation.out)
+        return Path(evaluation.out).resolve()
     source = Path(evaluation.checkpoint)
     if source.is_dir():  # <run>/checkpoints/00000128
         return source.parent.parent / "evaluation"

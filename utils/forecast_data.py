@@ -3,6 +3,7 @@
 Shapes:  B forecasts of one batch   K lead times   C channels   H W rows, columns
 """
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,8 @@ from utils.config import Config, Evaluation
 from utils.era5 import Files
 from utils.frame_reader import FrameReader, OpenFiles, ReadError
 from utils.weather_fields import WeatherFields
+
+SHOWN_HOURS = (24, 72)
 
 
 class ForecastData(WeatherFields):
@@ -39,12 +42,15 @@ class ForecastData(WeatherFields):
                     f"{files.paths[0]} has the {what} {here[what]}, and the model was trained on {there}: "
                     f"give files of the same kind (--inf_data_path)"
                 )
-        steps = evaluation.lead_hours / self.step_hours
-        if not steps.is_integer() or steps < 1:
+        self.steps = round(evaluation.lead_hours / self.step_hours)
+        if self.steps < 1 or not math.isclose(self.steps * self.step_hours, evaluation.lead_hours, rel_tol=1e-4):
             raise ValueError(
                 f"lead_hours is {evaluation.lead_hours:g}, and the model's step is {self.hours}: take a multiple of it"
             )
-        self.steps = int(steps)
+        if self.has_time and any(times is None for times in files.times):
+            raise ValueError(
+                f"some files in {config.inf_data_path} store time, and some do not: give files of one kind"
+            )
         self.lead_hours = [self.step_hours * (k + 1) for k in range(self.steps)]
         if self.steps > 1 and set(self.in_names) != set(self.out_names):
             raise ValueError(
@@ -52,7 +58,11 @@ class ForecastData(WeatherFields):
                 f"ones: its forecast is no input for a next step; take one step, --lead_hours {self.step_hours:g}"
             )
         # The next input's channels among those of a forecast.
-        self.feedback = [self.out_names.index(name) for name in self.in_names] if self.steps > 1 else []
+        places = [self.out_names.index(name) for name in self.in_names] if self.steps > 1 else []
+        self.feedback = torch.tensor(places, dtype=torch.int64, device=device)
+        # What is shown in pictures and as spectra: the first step, the last one, and some between.
+        shown = (k for k, hours in enumerate(self.lead_hours) if hours in SHOWN_HOURS)
+        self.shown_steps = sorted({0, self.steps - 1, *shown})
         self.stretches = files.stretches(config.dt, self.steps)[:: evaluation.stride]
         if not len(self.stretches):
             raise ValueError(
@@ -64,10 +74,17 @@ class ForecastData(WeatherFields):
         self.readers = [FrameReader(files, c, range(rows), columns, opened) for c in (self.inputs, self.outputs)]
         self.ahead = ThreadPoolExecutor(1, "reading")
         self.climate = Climatology(self, evaluation.climatology)
+        stats = (x[self.outputs].astype(np.float64) for x in (self.means, self.stds))
+        self.mean, self.std = (torch.from_numpy(x).to(device).view(-1, 1, 1) for x in stats)
 
     def __len__(self) -> int:
         """The number of forecasts, N."""
         return len(self.stretches)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.ahead.shutdown()
+        self.climate.close()
 
     def date(self, forecast: int, k: int = 0) -> str:
         """Return the date that a forecast starts from, or that its k-th step is for."""
@@ -119,6 +136,4 @@ class ForecastData(WeatherFields):
 
     def in_units(self, forecast: Tensor) -> Tensor:
         """Return normalised forecasts [B, C_out, H, W] in units, in float32: what is written, and what is judged."""
-        c = self.outputs
-        mean, std = (torch.tensor(x[c], device=self.device).double().view(-1, 1, 1) for x in (self.means, self.stds))
-        return (forecast.double() * std + mean).float()
+        return (forecast.double() * self.std + self.mean).float()

@@ -1,6 +1,6 @@
 """The folder of an evaluation: what is kept of each forecast, so that an evaluation that was ended goes on.
 
-    evaluation/  setting.json     what is evaluated; with another setting the folder is renamed aside
+    evaluation/  setting.json     what is evaluated; an evaluation of another setting renames it aside
                  kept/000012.npz  of each forecast: its moments, its spectra, and of the first its maps
                  skill.json  skill.csv  spectra.json  pictures/  logs/  forecasts...
 
@@ -11,9 +11,11 @@ whole. One forecast is in memory at a time.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
+
+from utils.run_folder import lock_run, whoami
 
 
 class ForecastStore:
@@ -21,21 +23,39 @@ class ForecastStore:
 
     def __init__(self, folder: Path, forecasts: int):
         self.folder, self.kept, self.forecasts = folder, folder / "kept", forecasts
+        self.lock: TextIO | None = None
 
     def open(self, setting: dict[str, Any]) -> None:
         """Make the folder, or find it again with what an evaluation of the same setting left there; on one rank.
 
-        Raises ValueError where it cannot be written.
+        Raises ValueError where it cannot be written, holds something else, or another evaluation is at work in it.
         """
         text, path = json.dumps(setting, indent=1) + "\n", self.folder / "setting.json"
         try:
-            if self.folder.exists() and (not path.exists() or path.read_text() != text):
-                names = (self.folder.with_name(f"{self.folder.name}.{n}") for n in range(1, 10**6))
-                self.folder.rename(next(name for name in names if not name.exists()))
+            if path.exists():
+                self.lock = self._lock()
+                if path.read_text() != text:
+                    names = (self.folder.with_name(f"{self.folder.name}.{n}") for n in range(1, 10**6))
+                    self.folder.rename(next(name for name in names if not name.exists()))
+            elif self.folder.exists() and any(self.folder.iterdir()):
+                raise ValueError(f"{self.folder} holds other files than an evaluation's: choose another with --out")
             self.kept.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            self.lock = self._lock()
+            if not path.exists():
+                part = path.with_suffix(".part")
+                part.write_text(text)
+                part.rename(path)
+            (self.folder / "owner").write_text(whoami())
         except OSError as error:
             raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another with --out") from None
+
+    def _lock(self) -> TextIO:
+        return lock_run(self.folder, "choose another folder with --out")
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        if self.lock:
+            self.lock.close()
 
     def missing(self) -> list[int]:
         """Return the forecasts that are not there."""

@@ -6,6 +6,7 @@ starts from; latitudes rise. `pip install -r requirements-prepare.txt` brings xa
 Shapes:  C channels   H W rows, columns
 """
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +30,8 @@ ENCODING = {
 class ForecastWriter:
     """Writes forecasts below `folder`, those of each model by themselves."""
 
-    def __init__(self, folder: Path, data: ForecastData):
-        self.folder, self.data = folder, data
+    def __init__(self, folder: Path, data: ForecastData, checkpoint: str):
+        self.folder, self.data, self.checkpoint = folder, data, checkpoint
         self.rows = np.argsort(data.latitude)
 
     def prepare(self, models: list[str]) -> None:
@@ -55,22 +56,23 @@ class ForecastWriter:
 
         data = self.data
         times = np.array([data.seconds(n) for n in numbers], "datetime64[s]")
-        leads = (np.array(data.lead_hours) * 3600).astype("timedelta64[s]")
+        leads = np.round(np.array(data.lead_hours) * 3600).astype("timedelta64[s]")
         return xarray.Dataset(
+            attrs={"checkpoint": self.checkpoint, "initial_states": data.config.inf_data_path},
             coords={
                 "time": ("time", times.astype("datetime64[ns]"), {"long_name": "time that the forecast starts from"}),
                 "prediction_timedelta": (DIMS[1], leads.astype("timedelta64[ns]"), {"long_name": "lead time"}),
                 "latitude": ("latitude", data.latitude[self.rows].astype(np.float64), {"units": "degrees_north"}),
                 "longitude": ("longitude", data.longitude.astype(np.float64), {"units": "degrees_east"}),
-            }
+            },
         )
 
 
 class NetcdfWriter(ForecastWriter):
     """A file for each forecast: `forecasts/model/2026-02-01T0000.nc`. `xarray.open_mfdataset` reads them as one."""
 
-    def __init__(self, folder: Path, data: ForecastData):
-        super().__init__(folder, data)
+    def __init__(self, folder: Path, data: ForecastData, checkpoint: str):
+        super().__init__(folder, data, checkpoint)
         self.files: dict[tuple[int, str], netCDF4.Dataset] = {}  # under way
 
     def write(self, n: int, k: int, model: str, name: str, field: np.ndarray) -> None:
@@ -103,8 +105,8 @@ class NetcdfWriter(ForecastWriter):
 class ZarrWriter(ForecastWriter):
     """One store for each model, `forecasts/model.zarr`: each step of each channel is a chunk, which one rank writes."""
 
-    def __init__(self, folder: Path, data: ForecastData):
-        super().__init__(folder, data)
+    def __init__(self, folder: Path, data: ForecastData, checkpoint: str):
+        super().__init__(folder, data, checkpoint)
         self.groups: dict[str, zarr.Group] = {}
 
     def prepare(self, models: list[str]) -> None:
@@ -113,13 +115,14 @@ class ZarrWriter(ForecastWriter):
         frame = self.frame(list(range(len(self.data))))
         shape = tuple(frame.sizes[dim] for dim in DIMS)
         for model in models:
-            frame.to_zarr(self._path(model), mode="w", encoding=ENCODING, consolidated=False)
+            frame.to_zarr(self._path(model), mode="w", encoding=ENCODING, consolidated=False, zarr_format=2)
             group = zarr.open_group(self._path(model), mode="r+")
             for name, units in zip(self.data.out_names, self.data.units):
                 group.create_array(
                     name, shape=shape, chunks=(1, 1, *shape[2:]), dtype="float32", fill_value=np.nan,
-                    dimension_names=DIMS, attributes={"units": units},
+                    attributes={"units": units, "_ARRAY_DIMENSIONS": list(DIMS)},  # xarray's names of the axes
                 )  # fmt: skip
+            zarr.consolidate_metadata(self._path(model))
 
     def write(self, n: int, k: int, model: str, name: str, field: np.ndarray) -> None:
         import zarr
@@ -132,7 +135,7 @@ class ZarrWriter(ForecastWriter):
         return self.folder / "forecasts" / f"{model}.zarr"
 
 
-def open_writer(kind: str, folder: Path, data: ForecastData) -> ForecastWriter | None:
+def open_writer(kind: str, folder: Path, data: ForecastData, checkpoint: str) -> ForecastWriter | None:
     """Return what writes forecasts (`netcdf`, `zarr`), or None for `none`.
 
     Raises ValueError where a library is missing, and where the files store no time.
@@ -140,13 +143,12 @@ def open_writer(kind: str, folder: Path, data: ForecastData) -> ForecastWriter |
     if kind == "none":
         return None
     try:
-        import netCDF4  # noqa: F401
-        import xarray  # noqa: F401
-        import zarr  # noqa: F401
+        for library in ("xarray", "zarr" if kind == "zarr" else "netCDF4"):
+            importlib.import_module(library)
     except ImportError as error:
         raise ValueError(
             f"forecasts {kind} needs {error.name}, which is not installed: `pip install -r requirements-prepare.txt`"
         ) from None
     if not data.has_time:
         raise ValueError(f"forecasts {kind} needs dates, and {data.config.inf_data_path} stores no time: leave it out")
-    return (NetcdfWriter if kind == "netcdf" else ZarrWriter)(folder, data)
+    return (NetcdfWriter if kind == "netcdf" else ZarrWriter)(folder, data, checkpoint)

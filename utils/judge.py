@@ -15,7 +15,6 @@ from utils.forecast_writer import ForecastWriter
 from utils.skill import moments, row_weights
 from utils.spectra import zonal_spectrum
 
-SPECTRA_AT = (24, 72)  # lead times in hours, beside the first and the last one
 LARGEST_MAP = 720  # columns
 
 
@@ -29,7 +28,6 @@ class Judge:
     def __init__(self, data: ForecastData, store: ForecastStore, writer: ForecastWriter | None):
         self.data, self.store, self.writer = data, store, writer
         self.weights = row_weights(data.latitude).to(data.device)
-        self.spectra_at = spectra_at(data.lead_hours)
 
     def keep(self, numbers: list[int], steps: Iterator[tuple[Tensor, dict[str, Tensor]]]) -> None:
         """Follow a batch of forecasts to its end.
@@ -42,7 +40,7 @@ class Judge:
         kept: dict[int, dict[str, list[np.ndarray]]] = {n: {"moments": [], "spectra": [], "maps": []} for n in places}
         for k, (truth, forecasts) in enumerate(steps):
             for n, b in places.items():
-                self._look(kept[n], n, k, truth[b].double(), {name: x[b].double() for name, x in forecasts.items()})
+                self._look(kept[n], n, k, truth[b], {name: x[b] for name, x in forecasts.items()})
                 if self.writer:
                     self.writer.add(n, k, {name: x[b] for name, x in forecasts.items() if name != "persistence"})
         for n, lists in kept.items():
@@ -52,18 +50,14 @@ class Judge:
 
     def _look(self, kept: dict[str, list], n: int, k: int, truth: Tensor, forecasts: dict[str, Tensor]) -> None:
         """Keep what is wanted of step k of forecast n."""
-        data = self.data
-        usual = torch.from_numpy(data.climate.at(data.seconds(n, k + 1))).to(data.device)
-        sources = [*forecasts.values(), usual]
-        kept["moments"].append(torch.stack([moments(x, truth, usual, self.weights) for x in sources]).cpu().numpy())
-        fields = torch.stack([truth, *forecasts.values()])
-        if k in self.spectra_at:
-            kept["spectra"].append(zonal_spectrum(fields, self.weights[:, 0]).cpu().numpy())
+        data, true = self.data, truth.double()
+        usual = data.climate.at(data.seconds(n, k + 1))
+        judged = [moments(x.double(), true, usual, self.weights) for x in (*forecasts.values(), usual)]
+        kept["moments"].append(torch.stack(judged).cpu().numpy())
+        if k in data.shown_steps:
+            spectra = [zonal_spectrum(x.double(), self.weights[:, 0]) for x in (true, *forecasts.values())]
+            kept["spectra"].append(torch.stack(spectra).cpu().numpy())
         if n == 0:
-            every = -(-fields.shape[-1] // LARGEST_MAP)
-            kept["maps"].append(fields[:, data.plot_channels, ::every, ::every].float().cpu().numpy())
-
-
-def spectra_at(lead_hours: list[float]) -> list[int]:
-    """Return the steps whose spectra are kept."""
-    return sorted({0, len(lead_hours) - 1, *(k for k, hours in enumerate(lead_hours) if hours in SPECTRA_AT)})
+            every = -(-truth.shape[-1] // LARGEST_MAP)
+            maps = [x[data.plot_channels, ::every, ::every].float() for x in (truth, *forecasts.values())]
+            kept["maps"].append(torch.stack(maps).cpu().numpy())

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from utils.forecast_data import ForecastData
-from utils.plots import colour_scale, edges, error_scale
+from utils.plots import colour_scale, error_scale, label, plain_map
 
 PLAIN = "plain"
 
@@ -42,8 +42,7 @@ class Maps:
     def draw(self, axes: Axes, field: np.ndarray, scale: dict[str, Any]) -> Any:
         """Draw a field [H, W]."""
         if self.projection is None:
-            axes.set(xticks=np.arange(-180, 361, 60), yticks=np.arange(-90, 91, 30))
-            axes.set(xlim=edges(self.longitude), ylim=edges(self.latitude))
+            plain_map(axes, self.latitude, self.longitude)
             axes.label_outer()
             more = {}
         else:
@@ -67,31 +66,30 @@ class Maps:
                 one.set_title(title, fontsize=9)
         for images_of, columns in ((images[0], grid[:, :2]), (images[2], grid[:, 2:])):
             bar = {"location": "bottom", "extend": "both", "shrink": 0.7, "aspect": 40, "pad": 0.01}
-            figure.colorbar(images_of, ax=columns, label=label(data, c), **bar)
+            figure.colorbar(images_of, ax=columns, label=label(data.out_names[c], data.units[c]), **bar)
         figure.suptitle(f"{name}: a forecast that starts from {data.date(0)}")
         return figure
 
     def animate(self, path: Path, c: int, forecasts: np.ndarray, truths: np.ndarray, source: str) -> None:
-        """Write a forecast [1 + K, H, W] beside what happened, from the initial state on, as a GIF."""
+        """Write a forecast beside what happened as a GIF; [K, H, W], or [1 + K, H, W] with the initial state."""
+        first = self.data.steps + 1 - len(truths)
         data, scale = self.data, colour_scale(truths)
         figure = Figure(figsize=(10, 3.1), layout="constrained")
         FigureCanvasAgg(figure)
         axes = self.subplots(figure, 1, 2)[0]
         images = [self.draw(one, fields[0], scale) for one, fields in zip(axes, (forecasts, truths))]
-        figure.colorbar(images[0], ax=axes, label=label(data, c), extend="both", shrink=0.8, pad=0.01)
+        figure.colorbar(
+            images[0], ax=axes, label=label(data.out_names[c], data.units[c]), extend="both", shrink=0.8, pad=0.01
+        )
 
-        def show(k: int) -> None:
+        def show(frame: int) -> None:
+            k = first + frame
             for image, fields in zip(images, (forecasts, truths)):
-                image.set_array(fields[k])
+                image.set_array(fields[frame])
             axes[0].set_title(f"{source}: {data.date(0)} + {data.step_hours * k:g} h", fontsize=9)
             axes[1].set_title(f"what happened: {data.date(0, k)}", fontsize=9)
 
         FuncAnimation(figure, show, frames=len(truths)).save(path, PillowWriter(fps=4), dpi=80)
-
-
-def label(data: ForecastData, c: int) -> str:
-    """Return the name of a channel with its units."""
-    return f"{data.out_names[c]} [{data.units[c]}]" if data.units[c] else data.out_names[c]
 
 
 def find_projection(name: str) -> tuple[Any, Any]:
@@ -104,7 +102,12 @@ def find_projection(name: str) -> tuple[Any, Any]:
         raise ValueError(
             f"projection {name} needs cartopy, which is not installed: `pip install -r requirements-maps.txt`"
         ) from None
-    kind = getattr(crs, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, crs.Projection)):
-        raise ValueError(f"projection {name!r} is no class of cartopy.crs: take PlateCarree, Robinson or Orthographic")
-    return kind(), crs.PlateCarree()
+    try:
+        projection = getattr(crs, name)()
+        if not isinstance(projection, crs.Projection):
+            raise TypeError
+    except (AttributeError, TypeError):  # no class, or one that needs more than its name
+        raise ValueError(
+            f"projection {name!r} is no map of cartopy.crs: take PlateCarree, Robinson or Orthographic"
+        ) from None
+    return projection, crs.PlateCarree()

@@ -5,6 +5,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
@@ -45,13 +46,12 @@ def forecast_figure(
     ):
         bounds = error_scale(error) if name == "error" else scale
         axes.set_title(name if name != "error" else "error (forecast - target)")
-        axes.set(xticks=np.arange(-180, 361, 60), yticks=np.arange(-90, 91, 30))
-        axes.set(xlim=edges(longitude), ylim=edges(latitude))
+        plain_map(axes, latitude, longitude)
         if field is None:
             axes.text(0.5, 0.5, "no input channel", transform=axes.transAxes, ha="center")
             continue
         image = axes.pcolormesh(longitude, latitude, field, shading="nearest", rasterized=True, **bounds)
-        figure.colorbar(image, ax=axes, label=f"{channel} [{units}]" if units else channel, extend="both", pad=0.02)
+        figure.colorbar(image, ax=axes, label=label(channel, units), extend="both", pad=0.02)
     for axes in figure.axes[2:4]:
         axes.set_xlabel("longitude [degrees east]")
     for axes in figure.axes[0:4:2]:
@@ -73,6 +73,17 @@ def error_scale(errors: np.ndarray) -> dict[str, Any]:
     """Return the colours of errors, for pcolormesh."""
     most = np.percentile(np.abs(errors), 99.5) or 1.0
     return {"vmin": -most, "vmax": most, "cmap": "PuOr_r"}
+
+
+def label(channel: str, units: str) -> str:
+    """Return the name of a channel with its units."""
+    return f"{channel} [{units}]" if units else channel
+
+
+def plain_map(axes: Axes, latitude: np.ndarray, longitude: np.ndarray) -> None:
+    """Give axes the limits and ticks of a grid."""
+    axes.set(xticks=np.arange(-180, 361, 60), yticks=np.arange(-90, 91, 30))
+    axes.set(xlim=edges(longitude), ylim=edges(latitude))
 
 
 def edges(centres: np.ndarray) -> tuple[float, float]:

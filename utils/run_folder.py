@@ -59,7 +59,7 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
             check_same_training(found.path, found.newest["config"], config)
     try:
         config.save(found.path / "config.yaml")
-        (found.path / "owner").write_text(f"{_job()}process {os.getpid()} on {socket.gethostname()}\n")
+        (found.path / "owner").write_text(whoami())
     except OSError as error:
         raise ValueError(f"cannot write to {found.path} ({error.strerror}): a run goes on in its own folder") from None
     return found, lock
@@ -81,7 +81,7 @@ def make_run_folder(config: Config, name: str) -> Path:
     return path
 
 
-def lock_run(path: Path) -> TextIO:
+def lock_run(path: Path, remedy: str = "choose another --run_num") -> TextIO:
     """Take the folder for this process, until it ends or closes the file that is returned.
 
     Raises ValueError where another process has it. A file system without locks locks nothing.
@@ -91,7 +91,7 @@ def lock_run(path: Path) -> TextIO:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise ValueError(
-            f"{path} is in use by {_holder(path) or 'another process'}: wait for its end, or choose another --run_num"
+            f"{path} is in use by {_holder(path) or 'another process'}: wait for its end, or {remedy}"
         ) from None
     except OSError:
         pass
@@ -105,6 +105,11 @@ def _holder(path: Path) -> str:
     """
     file = path / "owner"
     return file.read_text().strip() if file.exists() else ""
+
+
+def whoami() -> str:
+    """Return what a process writes about itself into the file `owner`."""
+    return f"{_job()}process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def _job() -> str:

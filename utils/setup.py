@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils import checkpoint
@@ -64,20 +64,28 @@ def load_weights(model: nn.Module, path: str | None) -> nn.Module:
     """
     if path is None:
         return model
-    remedy = "init_from takes a file of `python -m utils.checkpoint export`"
+    remedy = "give a file of `python -m utils.checkpoint export`"
     try:
         weights = torch.load(Path(path), map_location="cpu", weights_only=True)
     except OSError as error:
         raise ValueError(f"cannot read the weights {path} ({error.strerror}): {remedy}") from None
     except Exception as error:  # whatever it is, it is no such file
         raise ValueError(f"{path} holds no weights ({type(error).__name__}): {remedy}") from None
-    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    if not isinstance(weights, dict) or not weights.keys() & shapes.keys():
+    if not isinstance(weights, dict) or not weights.keys() & model.state_dict().keys():
         raise ValueError(f"{path} holds no weights of this model: {remedy}")
+    return set_weights(model, weights, path)
+
+
+def set_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> nn.Module:
+    """Set the weights of `model`, and return it. Raises ValueError where those from `path` are another model's."""
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     for name in dict.fromkeys([*shapes, *weights]):
         there, here = tuple(weights[name].shape) if name in weights else "not there", shapes.get(name, "not there")
         if there != here:
-            raise ValueError(f"{name} in {path} is {there}, and in this model {here}: give the flags of its training")
+            raise ValueError(
+                f"{name} in {path} is {there}, and in this model {here}: give the configuration of its training "
+                f"(the run's config.yaml has it: --yaml_config, --config)"
+            )
     model.load_state_dict(weights)
     return model
 
@@ -102,6 +110,6 @@ def load_forecasters(
     models = {}
     for kind, name in (("raw", "model"), ("ema", "ema")):
         if kind in wanted and (kind == "raw" or has_average):
-            models[name] = build()
-            models[name].load_state_dict(checkpoint.read_weights(Path(evaluation.checkpoint), name))
+            weights = checkpoint.read_weights(Path(evaluation.checkpoint), name)
+            models[name] = set_weights(build(), weights, evaluation.checkpoint)
     return models

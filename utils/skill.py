@@ -7,7 +7,8 @@ Shapes:  N forecasts (initial times)   K lead times   C channels   H W rows, col
          A weightings of the rows   M moments   R resamples
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -17,22 +18,30 @@ from utils.metrics import latitude_weights
 
 MOMENTS = ("e", "ee", "a", "aa", "ab", "b", "bb")
 WEIGHTINGS = ("cos", "area")
-SCORES = ("rmse", "mean_rmse", "bias", "acc", "activity")
+SCORES = ("rmse", "mean_rmse", "bias", "acc", "activity", "truth_activity", "rmse_over_persistence")
 RESAMPLES = 1000
 INTERVAL = 0.95
+CHUNK = 64  # forecasts that are added up at once
 
 
 def area_weights(latitude: np.ndarray) -> np.ndarray:
     """Return the areas of the cells around each latitude [H], normalised to mean 1: sin(upper edge) - sin(lower edge).
 
-    The edges lie half way between rows, the outermost at the poles (Rasp et al. 2024, WeatherBench 2). `latitude` is
-    in degrees, rising or falling.
+    The edges lie half way between rows. The outermost are the poles, as in WeatherBench 2 (Rasp et al. 2024), where
+    they are no more than a row away, as on a globe whose last row is cropped; else half a row out.
+
+    `latitude` is in degrees, rising or falling.
     """
     angle = np.deg2rad(np.asarray(latitude, np.float64))
-    pole = np.pi / 2 * np.sign(angle[0] - angle[-1])
-    edges = np.concatenate([[pole], (angle[:-1] + angle[1:]) / 2, [-pole]])
-    areas = np.abs(np.diff(np.sin(edges)))
+    edges = (angle[:-1] + angle[1:]) / 2
+    first, last = (_outer_edge(angle[i], angle[i] - angle[j]) for i, j in ((0, 1), (-1, -2)))
+    areas = np.abs(np.diff(np.sin([first, *edges, last])))
     return areas / areas.mean()
+
+
+def _outer_edge(row: float, step: float) -> float:
+    pole = np.copysign(np.pi / 2, step)
+    return pole if abs(pole - row) < 1.6 * abs(step) else row + step / 2
 
 
 def row_weights(latitude: np.ndarray) -> Tensor:
@@ -53,11 +62,18 @@ def scores(moments: np.ndarray) -> dict[str, np.ndarray]:
 
     `rmse` is the mean square still (see `finish`).
     """
-    e, ee, a, aa, ab, _, bb = np.moveaxis(moments, -1, 0)
-    with np.errstate(divide="ignore", invalid="ignore"):  # climatology has no anomaly, and no correlation
-        acc = np.where(aa > 0, ab / np.sqrt(aa * bb), np.nan)
-    spread = np.sqrt(np.maximum(aa - a * a, 0))
-    return {"rmse": ee, "mean_rmse": np.sqrt(ee), "bias": e, "acc": acc, "activity": spread}
+    e, ee, a, aa, ab, b, bb = np.moveaxis(moments, -1, 0)
+    with np.errstate(invalid="ignore"):  # climatology has no anomaly, and no correlation
+        acc = ab / np.sqrt(aa * bb)
+    spread, truth = (np.sqrt(np.maximum(square - mean * mean, 0)) for mean, square in ((a, aa), (b, bb)))
+    return {
+        "rmse": ee,
+        "mean_rmse": np.sqrt(ee),
+        "bias": e,
+        "acc": acc,
+        "activity": spread,
+        "truth_activity": truth,
+    }
 
 
 def finish(score: str, mean: np.ndarray) -> np.ndarray:
@@ -72,30 +88,41 @@ def resampled_counts(forecasts: int, block: int, seed: int = 0) -> np.ndarray:
     circular block bootstrap): weather lasts for days, so neighbours say the same and must be drawn together.
     """
     rng = np.random.default_rng(seed)
-    block = min(max(block, 1), forecasts)
-    starts = rng.integers(forecasts, size=(RESAMPLES, -(-forecasts // block)))
-    drawn = (starts[..., None] + np.arange(block)).reshape(RESAMPLES, -1)[:, :forecasts] % forecasts
-    return np.stack([np.bincount(row, minlength=forecasts) for row in drawn])
+    counts = np.empty((RESAMPLES, forecasts), np.uint16)
+    for row in counts:
+        starts = rng.integers(forecasts, size=-(-forecasts // block))
+        drawn = (starts[:, None] + np.arange(block)).reshape(-1)[:forecasts] % forecasts
+        row[:] = np.bincount(drawn, minlength=forecasts)
+    return counts
 
 
-def summarise(all_moments: Callable[[], Iterator[np.ndarray]], forecasts: int, block: int) -> dict[str, np.ndarray]:
-    """Return each score with its interval, [3, ...]: value, low, high; and `gain`.
+def summarise(kept: Iterable[np.ndarray], forecasts: int, block: int) -> dict[str, np.ndarray]:
+    """Return each score with its interval, [3, K, S, C, A]: value, low, high.
 
-    `gain` is the RMSE over that of the first source, persistence, resample by resample: the two see the same weather.
+    With S sources, the first of them persistence. `rmse_over_persistence` is taken resample by resample: the two see
+    the same weather. Where there are less than three blocks there is no interval, and its bounds are NaN.
 
     Args:
-        all_moments: yields the moments of each forecast, [K, S, C, A, M] with S sources, in order.
+        kept: the moments of each forecast, [K, S, C, A, M], in order.
         block: forecasts that are drawn together.
     """
-    counts = np.concatenate([np.ones((1, forecasts), int), resampled_counts(forecasts, block)])  # the first row: all
+    counts = np.concatenate([np.ones((1, forecasts), np.uint16), resampled_counts(forecasts, block)])  # first: all
     sums: dict[str, np.ndarray] = {}
-    for n, kept in enumerate(all_moments()):
-        for name, values in scores(kept).items():
-            weighted = counts[:, n].reshape(-1, *[1] * values.ndim) * values
-            sums[name] = sums[name] + weighted if name in sums else weighted
+    forecast, kept = 0, iter(kept)
+    while chunk := list(itertools.islice(kept, CHUNK)):
+        moments = np.stack(chunk)
+        drawn = counts[:, forecast : forecast + len(chunk)].astype(np.float64)
+        forecast += len(chunk)
+        for name, values in scores(moments).items():
+            part = (drawn @ values.reshape(len(values), -1)).reshape(-1, *values.shape[1:])
+            sums[name] = sums[name] + part if name in sums else part
     means = {name: finish(name, total / forecasts) for name, total in sums.items()}
-    means["gain"] = means["rmse"] / means["rmse"][:, :, :1]
-    return {name: _with_interval(values) for name, values in means.items()}
+    means["rmse_over_persistence"] = means["rmse"] / means["rmse"][:, :, :1]
+    found = {name: _with_interval(values) for name, values in means.items()}
+    if forecasts < 3 * block:
+        for values in found.values():
+            values[1:] = np.nan
+    return found
 
 
 def _with_interval(values: np.ndarray) -> np.ndarray:

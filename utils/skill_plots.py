@@ -12,7 +12,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from utils.forecast_data import ForecastData
-from utils.maps import Maps, label
+from utils.maps import Maps
+from utils.plots import label
 from utils.skill import INTERVAL
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ COLOURS = {
     "ema": "tab:orange",
 }
 LINES = {"ema": "--"} | dict.fromkeys(("truth", "persistence", "climatology", "model"), "-")
-MAPS_AT = (24, 72)  # lead times in hours, beside the first and the last one
 
 
 def draw_all(evaluation: "EvaluationFolder", sources: list[str], results: dict, spectra: np.ndarray) -> list[Path]:
@@ -41,26 +41,24 @@ def draw_all(evaluation: "EvaluationFolder", sources: list[str], results: dict, 
     folder.mkdir(exist_ok=True)
     fields = evaluation.store.read(0, "maps")  # [K; truth, persistence and models; C shown, H, W]
     maps = Maps(data, fields.shape[-2:], evaluation.evaluation.projection)
-    steps = sorted({0, data.steps - 1, *(k for k, hours in enumerate(data.lead_hours) if hours in MAPS_AT)})
     figures: dict[str, Figure] = {}
     for i, c in enumerate(data.plot_channels):
         name, truths, forecasts = data.out_names[c], fields[:, 0, i], fields[:, 2, i]
         figures[f"skill_{name}"] = skill_figure(data, c, sources, results)
-        figures[f"maps_{name}"] = maps.figure(c, steps, forecasts, truths, source)
+        figures[f"maps_{name}"] = maps.figure(c, data.shown_steps, forecasts, truths, source)
         names = ["truth", *sources[1:-1]]
-        figures[f"spectra_{name}"] = spectra_figure(data, c, names, evaluation.judge.spectra_at, spectra[:, :, c])
+        figures[f"spectra_{name}"] = spectra_figure(data, c, names, data.shown_steps, spectra[:, :, c])
     for s, model in enumerate(evaluation.models, 1):
-        figures[f"scorecard_{model}"] = scorecard_figure(data, model, results["gain"][:, :, s, :, 0])
+        figures[f"scorecard_{model}"] = scorecard_figure(data, model, results["rmse_over_persistence"][:, :, s, :, 0])
     paths = [folder / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values()):
         FigureCanvasAgg(figure)
         figure.savefig(path, dpi=100)
     for i, c in enumerate(data.plot_channels):
-        start = fields[:1, 1, i]
+        start = fields[: int(data.origins[c] >= 0), 1, i]  # persistence, where there is such a thing
+        forecasts, truths = (np.concatenate([start, fields[:, s, i]]) for s in (2, 0))
         paths.append(folder / f"forecast_{data.out_names[c]}.gif")
-        maps.animate(
-            paths[-1], c, np.concatenate([start, fields[:, 2, i]]), np.concatenate([start, fields[:, 0, i]]), source
-        )
+        maps.animate(paths[-1], c, forecasts, truths, source)
     return paths
 
 
@@ -76,7 +74,9 @@ def skill_figure(data: ForecastData, c: int, sources: list[str], results: dict) 
                 marker = "." if len(days) < 40 else ""
                 one.plot(days, value, LINES[source], color=COLOURS[source], label=source, marker=marker)
                 one.fill_between(days, low, high, color=COLOURS[source], alpha=0.2, linewidth=0)
-    axes[0].set(ylabel=f"RMSE, {label(data, c)}", ylim=(0, None), title="error: lower is better")
+    axes[0].set(
+        ylabel=f"RMSE, {label(data.out_names[c], data.units[c])}", ylim=(0, None), title="error: lower is better"
+    )
     axes[1].set(ylabel=f"anomaly correlation, from {data.climate.name}", title="correlation: higher is better")
     axes[1].axhline(0, color="black", linewidth=0.5)
     for one in axes:
@@ -118,27 +118,27 @@ def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int
     axes[1].set(ylabel="power over the truth's", ylim=(0, 2), title="below 1 the forecast is too smooth")
     axes[1].axhline(1, color="black", linewidth=0.8)
     for one in axes:
-        one.set(xlabel="zonal wavenumber (waves round the globe)")
+        one.set(xlabel="zonal wavenumber (waves along a circle of latitude)")
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"{data.out_names[c]}: mean over {len(data)} forecasts", fontsize=10)
     return figure
 
 
-def scorecard_figure(data: ForecastData, model: str, gain: np.ndarray) -> Figure:
+def scorecard_figure(data: ForecastData, model: str, ratio: np.ndarray) -> Figure:
     """Draw the RMSE of all channels and lead times over persistence's; what is in doubt is in brackets.
 
     Args:
-        gain: value, low and high, [3, K, C].
+        ratio: value, low and high, [3, K, C].
     """
     C, K = len(data.out_names), data.steps
     figure = Figure(figsize=(2 + 0.55 * K, 1.4 + 0.32 * C), layout="constrained")
     axes = figure.subplots()
-    value, low, high = gain.transpose(0, 2, 1)
+    value, low, high = ratio.transpose(0, 2, 1)
     image = axes.imshow(value, cmap="RdBu_r", norm=LogNorm(0.5, 2), aspect="auto")
     for c in range(C):
         for k in range(K):
-            doubt = low[c, k] <= 1 <= high[c, k]
+            doubt = not (high[c, k] < 1 or low[c, k] > 1)
             text = f"({value[c, k]:.2f})" if doubt else f"{value[c, k]:.2f}"
             colour = "white" if abs(np.log(value[c, k])) > 0.45 else "black"  # on dark blue and red
             axes.text(k, c, text, ha="center", va="center", fontsize=7, color=colour)

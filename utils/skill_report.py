@@ -8,15 +8,19 @@ import itertools
 import json
 import logging
 import math
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib.image
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from utils.maps import label
+from utils.plots import label
 from utils.skill import INTERVAL, RESAMPLES, SCORES, WEIGHTINGS, summarise
 from utils.skill_plots import draw_all
+
+FEW_BLOCKS = 10  # below this intervals are said to be rough
 
 if TYPE_CHECKING:
     from utils.evaluation import EvaluationFolder
@@ -26,7 +30,8 @@ def report(evaluation: "EvaluationFolder") -> None:
     """Write everything that is made of the forecasts kept."""
     data, store, folder = evaluation.data, evaluation.store, evaluation.folder
     sources = ["persistence", *evaluation.models, "climatology"]
-    results = summarise(lambda: store.all("moments"), len(data), block(evaluation))
+    _warn_of_nonfinite(evaluation, sources)
+    results = summarise(store.all("moments"), len(data), block(evaluation))
     spectra = sum(store.all("spectra")) / len(data)
     _write_json(evaluation, sources, results, spectra)
     _write_csv(evaluation, sources, results)
@@ -45,7 +50,25 @@ def block(evaluation: "EvaluationFolder") -> int:
         hours = data.step_hours / data.config.dt * evaluation.evaluation.stride
     else:
         hours = float(np.median(np.diff([data.seconds(n) for n in range(len(data))]))) / 3600
-    return max(1, round(evaluation.evaluation.block_hours / hours))
+    return min(max(1, round(evaluation.evaluation.block_hours / hours)), len(data))
+
+
+def _warn_of_nonfinite(evaluation: "EvaluationFolder", sources: list[str]) -> None:
+    """Log which models broke down: what is not finite in one forecast is so in the mean of all."""
+    data = evaluation.data
+    for s, name in enumerate(evaluation.models, 1):
+        bad = [(n, k) for n, kept in enumerate(evaluation.store.all("moments")) for k in _bad_steps(kept[:, s])[:1]]
+        if bad:
+            n, k = bad[0]
+            logging.warning(
+                "%s: %d of %d forecasts are not finite, the first that of %s after %g h: there scores are empty",
+                *(name, len(bad), len(data), data.date(n), data.lead_hours[k]),
+            )
+
+
+def _bad_steps(moments: np.ndarray) -> np.ndarray:
+    """Return the steps at which moments [K, C, A, M] are not finite."""
+    return np.flatnonzero(~np.isfinite(moments).all(axis=(1, 2, 3)))
 
 
 def _write_json(evaluation: "EvaluationFolder", sources: list[str], results: dict, spectra: np.ndarray) -> None:
@@ -63,6 +86,7 @@ def _write_json(evaluation: "EvaluationFolder", sources: list[str], results: dic
         "interval": INTERVAL,
         "resamples": RESAMPLES,
         "forecasts_drawn_together": block(evaluation),
+        "blocks": len(data) / block(evaluation),
         "scores": {
             source: {
                 score: {
@@ -74,7 +98,7 @@ def _write_json(evaluation: "EvaluationFolder", sources: list[str], results: dic
             for s, source in enumerate(sources)
         },
         "spectra": {
-            "lead_hours": [data.lead_hours[k] for k in evaluation.judge.spectra_at],
+            "lead_hours": [data.lead_hours[k] for k in data.shown_steps],
             **{
                 source: {name: spectra[:, s, c] for c, name in enumerate(data.out_names)}
                 for s, source in enumerate(["truth", *sources[:-1]])
@@ -103,34 +127,41 @@ def _write_csv(evaluation: "EvaluationFolder", sources: list[str], results: dict
         axes = map(enumerate, (sources, data.out_names, data.lead_hours, WEIGHTINGS))
         for (score, values), *places in itertools.product(results.items(), *axes):
             (s, source), (c, name), (k, hours), (a, weighting) = places
-            units = data.units[c] if score not in ("acc", "gain") else ""
+            units = data.units[c] if score not in ("acc", "rmse_over_persistence") else ""
             table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
 
 
 def _log(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> None:
     """Log the RMSE of the shown channels at some lead times, and what it comes to."""
-    data, rmse, gain = evaluation.data, results["rmse"][0, ..., 0], results["gain"][..., 0]
+    data, rmse, ratio = evaluation.data, results["rmse"][0, ..., 0], results["rmse_over_persistence"][..., 0]
     shown = [k for k, hours in enumerate(data.lead_hours) if k == 0 or hours % 24 == 0 or k == data.steps - 1]
+    blocks = len(data) / block(evaluation)
     logging.info(
         "RMSE of %d forecasts (rows weighted by cos(latitude)), and over persistence's (with its %g%% interval)",
         *(len(data), 100 * INTERVAL),
     )
+    if blocks < FEW_BLOCKS:
+        logging.info(
+            "  %s: the forecasts make %.3g blocks of %g h of weather; take a longer time, or a smaller --block_hours",
+            "There are no intervals" if blocks < 3 else "The intervals are rough, and rather too narrow",
+            *(blocks, evaluation.evaluation.block_hours),
+        )
     for c in data.plot_channels:
-        logging.info("%s", label(data, c))
+        logging.info("%s", label(data.out_names[c], data.units[c]))
         logging.info("  %24s%s", sources[0], "".join(f"{name:>12}{'':22}" for name in sources[1:]).rstrip())
         for k in shown:
             cells = [f"{data.lead_hours[k]:10g} h {rmse[k, 0, c]:11.4g}"]
             for s in range(1, len(sources)):
-                ratio, low, high = gain[:, k, s, c]
-                cells.append(f"{rmse[k, s, c]:12.4g}  {ratio:5.2f} ({low:.2f} to {high:.2f})")
+                value, low, high = ratio[:, k, s, c]
+                cells.append(f"{rmse[k, s, c]:12.4g}  {value:5.2f} ({low:.2f} to {high:.2f})")
             logging.info("  %s", "".join(cells))
     for (s, name), c in itertools.product(enumerate(evaluation.models, 1), data.plot_channels):
-        persistence = _longest(data.lead_hours, gain[2, :, s, c])
         climatology = _longest(data.lead_hours, rmse[:, s, c] / rmse[:, -1, c])
-        logging.info(
-            "%s, %s: better than persistence up to %g h, by the whole interval; than climatology up to %g h",
-            *(name, data.out_names[c], persistence, climatology),
-        )
+        text = f"its RMSE is below climatology's up to {climatology:g} h"
+        if data.origins[c] >= 0:
+            persistence = _longest(data.lead_hours, ratio[2, :, s, c])
+            text += f", and the whole interval below persistence's up to {persistence:g} h"
+        logging.info("%s, %s: %s", name, data.out_names[c], text)
 
 
 def _longest(lead_hours: list[float], ratios: np.ndarray) -> float:
@@ -143,17 +174,18 @@ def _longest(lead_hours: list[float], ratios: np.ndarray) -> float:
     return last
 
 
-def _show(evaluation: "EvaluationFolder", sources: list[str], results: dict, pictures: list) -> None:
-    """Write the curves and pictures for TensorBoard: the steps are lead times in hours."""
-    data = evaluation.data
+def _show(evaluation: "EvaluationFolder", sources: list[str], results: dict, pictures: list[Path]) -> None:
+    """Write the curves and pictures for TensorBoard: the steps are lead times in hours, or where need be in minutes."""
+    data, logs = evaluation.data, evaluation.folder / "logs"
+    shutil.rmtree(logs, ignore_errors=True)  # of an earlier look at the same forecasts
+    unit = 1 if all(float(hours).is_integer() for hours in data.lead_hours) else 60
     for s, source in enumerate(sources):
-        with SummaryWriter(evaluation.folder / "logs" / source) as board:
-            for score in SCORES:
-                for c, name in enumerate(data.out_names):
-                    for k, hours in enumerate(data.lead_hours):
-                        board.add_scalar(f"{score}/{name}", results[score][0, k, s, c, 0], round(hours))
-    with SummaryWriter(evaluation.folder / "logs" / "pictures") as board:
+        with SummaryWriter(logs / source) as board:
+            for score, (c, name), (k, hours) in itertools.product(
+                SCORES, enumerate(data.out_names), enumerate(data.lead_hours)
+            ):
+                board.add_scalar(f"{score}/{name}", results[score][0, k, s, c, 0], round(unit * hours))
+    with SummaryWriter(logs / "pictures") as board:
         for path in pictures:
             if path.suffix == ".png":
-                pixels = matplotlib.image.imread(path)[..., :3]
-                board.add_image(path.stem, pixels, 0, dataformats="HWC")
+                board.add_image(path.stem, matplotlib.image.imread(path)[..., :3], 0, dataformats="HWC")

@@ -88,6 +88,8 @@ class WeatherFields:
             "forecast channels": self.out_names,
             "units": self.units if any(self.units) else None,
             "step in hours": self.step_hours if self.has_time else None,
+            "latitudes": [round(float(self.latitude[i]), 3) for i in (0, -1)],
+            "longitudes": [round(float(self.longitude[i]), 3) for i in (0, -1)],
         }
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:

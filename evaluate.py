@@ -21,6 +21,7 @@ from utils.config_reader import load_evaluation
 from utils.evaluation import EvaluationFolder
 from utils.forecast_data import ForecastData
 from utils.launch import World, all_ranks_agree, start
+from utils.projections import find_projection
 from utils.setup import load_forecasters, prepare
 
 
@@ -47,6 +48,7 @@ def main(world: World, argv: list[str]) -> None:
     with all_ranks_agree():
         evaluation, config, info, remarks = load_evaluation(argv)
         device = prepare(config, world.local_rank)
+        find_projection(evaluation.projection)
         data = ForecastData(config, evaluation, device, info and info.get("data"))
         models = load_forecasters(lambda: build_model(config, data), evaluation, info)
         for model in models.values():

@@ -302,6 +302,17 @@ def test_maps_in_a_projection(trained, tmp_path):
         assert np.abs(np.asarray(film.convert("RGB"), float) - first).mean() > 1  # it moves
 
 
+def test_a_projection_beside_xarrays_engines(trained, tmp_path):
+    """In a process that opens a climatology, and by that eccodes, before it draws: it must not crash at its end."""
+    pytest.importorskip("cartopy", reason="needs pip install -r requirements-maps.txt")
+    usual = tmp_path / "usual.nc"
+    write_climatology(trained, usual)
+    argv = flags(trained, "--out", str(tmp_path / "out"), "--climatology", str(usual), "--projection", "Robinson")
+    command = [sys.executable, "evaluate.py", *argv, "--stride", "10"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def write_climatology(trained: Path, path: Path, days: int = 366, rows: int = 16, **rename: str) -> xarray.Dataset:
     happened = truth(trained, rows)[0].drop_vars("time")
     day = xarray.DataArray(np.arange(1, days + 1), dims="dayofyear", name="dayofyear")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from utils import skill
-from utils.maps import find_projection
+from utils.projections import find_projection
 
 
 def test_area_weights_are_areas():

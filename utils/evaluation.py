@@ -53,9 +53,6 @@ class EvaluationFolder:
         with all_ranks_agree():
             writer = open_writer(evaluation.forecasts, self.folder, data, evaluation.checkpoint)
             if world.rank == 0:
-                from utils.maps import find_projection  # Matplotlib: the other ranks need not read it
-
-                find_projection(evaluation.projection)
                 self.store.open(self._setting())
                 self.handlers = open_log(self.folder / "out.log")
                 found[0][1] = self.store.missing()
@@ -97,7 +94,7 @@ class EvaluationFolder:
     def finish(self) -> None:
         """Make scores and pictures, on rank 0, of the forecasts of all ranks."""
         if self.world.rank == 0:
-            from utils.skill_report import report
+            from utils.skill_report import report  # Matplotlib and TensorBoard: the other ranks need not read them
 
             report(self)
 

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 
 from utils.forecast_data import ForecastData
 from utils.plots import colour_scale, error_scale, label, plain_map
-
-PLAIN = "plain"
+from utils.projections import find_projection
 
 
 class Maps:
@@ -29,7 +28,7 @@ class Maps:
     Raises ValueError where cartopy is needed and not installed, and for a name that it does not know.
     """
 
-    def __init__(self, data: ForecastData, shape: tuple[int, int], projection: str = PLAIN):
+    def __init__(self, data: ForecastData, shape: tuple[int, int], projection: str = "plain"):
         self.data = data
         every = -(-len(data.longitude) // shape[1])
         self.latitude, self.longitude = data.latitude[::every], data.longitude[::every]
@@ -90,24 +89,3 @@ class Maps:
             axes[1].set_title(f"what happened: {data.date(0, k)}", fontsize=9)
 
         FuncAnimation(figure, show, frames=len(truths)).save(path, PillowWriter(fps=4), dpi=80)
-
-
-def find_projection(name: str) -> tuple[Any, Any]:
-    """Return a projection of cartopy, and that of the data; None twice for plain maps. Raises ValueError."""
-    if name == PLAIN:
-        return None, None
-    try:
-        from cartopy import crs
-    except ImportError:
-        raise ValueError(
-            f"projection {name} needs cartopy, which is not installed: `pip install -r requirements-maps.txt`"
-        ) from None
-    try:
-        projection = getattr(crs, name)()
-        if not isinstance(projection, crs.Projection):
-            raise TypeError
-    except (AttributeError, TypeError):  # no class, or one that needs more than its name
-        raise ValueError(
-            f"projection {name!r} is no map of cartopy.crs: take PlateCarree, Robinson or Orthographic"
-        ) from None
-    return projection, crs.PlateCarree()

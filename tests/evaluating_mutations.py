@@ -14,20 +14,20 @@ from tests.mutate import run_tests, try_mutations
 
 # file, the line as it stands, the line as it is changed to, tests that must see it
 MUTATIONS = [
-    ("evaluate", "forecast[:, data.feedback]", "data.normalised(initial)", "evaluate -k rollout"),
+    ("evaluate", "forecast.index_select(1, data.feedback)", "states[name]", "evaluate -k rollout"),
     ("evaluate", "model(states[name])", "models['model'](states[name])", "evaluate -k rollout"),
-    ("evaluate", "        dist.barrier()\n", "", "evaluate -k ranks_share"),
-    ("utils/skill", "np.pi / 2 * np.sign(angle[0] - angle[-1])", "np.pi / 2", "skill -k area_weights"),
+    ("evaluate", "        find_projection(evaluation.projection)\n", "", "evaluate -k xarrays_engines"),
+    ("utils/skill", "abs(pole - row) < 1.6 * abs(step)", "True", "skill -k part_of_the_globe"),
+    ("utils/skill", "abs(pole - row) < 1.6 * abs(step)", "False", "skill -k part_of_the_globe"),
     ("utils/skill", "a * b, b, b * b", "a * a, b, b * b", "evaluate -k xarray"),
-    ("utils/skill", "aa - a * a", "aa", "evaluate -k xarray"),
+    ("utils/skill", "square - mean * mean", "square", "evaluate -k xarray"),
     ("utils/skill", 'if score == "rmse" else mean', 'if score == "none" else mean', "evaluate -k xarray"),
     ("utils/skill", '"mean_rmse": np.sqrt(ee)', '"mean_rmse": ee', "evaluate -k xarray"),
-    ("utils/skill", "np.where(aa > 0,", "np.where(aa >= 0,", "evaluate -k xarray"),
     ("utils/skill", "+ np.arange(block)", "+ 0 * np.arange(block)", "skill -k drawn_as_often"),
     (
         "utils/skill",
-        "[:, :forecasts] % forecasts",
-        "[:, :forecasts].clip(max=forecasts - 1)",
+        "[:forecasts] % forecasts",
+        "[:forecasts].clip(max=forecasts - 1)",
         "skill -k drawn_as_often",
     ),
     ("utils/skill", "resampled_counts(forecasts, block)", "resampled_counts(forecasts, 1)", "skill -k together"),
@@ -44,15 +44,25 @@ MUTATIONS = [
     ("utils/forecast_data", "raw.clone()", "raw", "evaluate -k xarray"),
     ("utils/forecast_data", "is_truth=k > 0", "is_truth=True", "evaluate -k one_step"),
     ("utils/forecast_data", "if not np.isfinite(frame).all():", "if False:", "evaluate -k not_finite"),
-    ("utils/forecast_data", "not steps.is_integer() or ", "", "evaluate -k get_wrong"),
+    (
+        "utils/forecast_data",
+        " or not math.isclose(self.steps * self.step_hours, evaluation.lead_hours, rel_tol=1e-4)",
+        "",
+        "evaluate -k get_wrong",
+    ),
     ("utils/forecast_store", "        part.rename(self._path(forecast))", "        pass", "evaluate -k tables"),
     ("utils/forecast_store", "path.read_text() != text", "False", "evaluate -k another_setting"),
     ("utils/forecast_writer", "field[self.rows]", "field", "evaluate -k xarray"),
     ("utils/forecast_writer", "[n, k] = field", "[n, 0] = field", "evaluate -k xarray"),
     ("utils/evaluation", "forecasts[rank::ranks]", "forecasts", "evaluate -k shared_out"),
     ("utils/evaluation", "batch + batch[-1:]", "batch", "evaluate -k shared_out"),
-    ("utils/evaluation", "left = [store.missing()]", "left = [list(range(len(data)))]", "evaluate -k killed"),
-    ("utils/climatology", 'where["hour"] = date.hour', 'where["hour"] = 0', "evaluate -k each_day"),
+    (
+        "utils/evaluation",
+        "found[0][1] = self.store.missing()",
+        "found[0][1] = list(range(len(data)))",
+        "evaluate -k killed",
+    ),
+    ("utils/climatology", '{"hour": hour}', '{"hour": 0}', "evaluate -k each_day"),
     ("utils/climatology", "not days >= set(range(1, 366))", "False", "evaluate -k does_not_fit"),
     (
         "utils/era5",
@@ -86,6 +96,16 @@ MUTATIONS = [
     ),
     ("utils/run_folder", '"clip_grad_norm", "ema_decay"', '"clip_grad_norm"', "moving_average -k goes_on"),
     ("utils/checkpoint", '"ema" if ema else "model"', '"model"', "moving_average -k exported"),
+    (
+        "utils/forecast_store",
+        "elif self.folder.exists() and any(self.folder.iterdir()):",
+        "elif False:",
+        "evaluate -k left",
+    ),
+    ("utils/forecast_store", "                self.lock = self._lock()\n", "", "evaluate -k two_eval"),
+    ("utils/evaluation", "            if self.requests.reason:\n                break\n", "", "evaluate -k signal"),
+    ("utils/skill_report", "    _warn_of_nonfinite(evaluation, sources)\n", "", "evaluate -k breaks_down"),
+    ("utils/skill", "if forecasts < 3 * block:", "if False:", "skill -k few_blocks"),
 ]
 
 

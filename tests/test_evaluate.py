@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from tests.helpers import (
 from utils import checkpoint
 from utils.era5 import Files
 from utils.evaluation import share_out
+from utils.run_folder import lock_run
 
 NAMES = ["u", "v", "t"]
 
@@ -254,6 +256,42 @@ def test_another_setting_does_not_go_on(trained, tmp_path):
     assert len(list((out / "kept").glob("*.npz"))) == 2
 
 
+def test_a_folder_of_something_else_is_left_alone(trained, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").touch()
+    for out in (tmp_path / "mine", trained / "runs/tiny/1GPU/00"):
+        assert "holds other files than an evaluation's: choose another with --out" in refused(
+            flags(trained, "--out", str(out))
+        )
+        assert out.exists()
+    (tmp_path / "empty").mkdir()
+    evaluated(trained, tmp_path / "empty", "--stride", "10")
+
+
+def test_two_evaluations_do_not_share_a_folder(trained, tmp_path):
+    evaluated(trained, tmp_path / "out", "--stride", "10")
+    with lock_run(tmp_path / "out"):
+        line = refused(flags(trained, "--out", str(tmp_path / "out"), "--stride", "9"))
+    assert "is in use by process" in line and "choose another folder with --out" in line
+
+
+def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(trained, tmp_path):
+    """Both ranks leave with 75 after the batch that they are at, as a job script expects that queues the job again."""
+    argv = flags(trained, "--out", str(tmp_path / "out"), "--local_batch_size", "1")
+    code = "import os, signal, runpy, sys; sys.argv = sys.argv[1:]; from utils.judge import Judge; keep = Judge.keep\n"
+    code += "def stop(self, numbers, steps):\n    keep(self, numbers, steps)\n"
+    code += "    if numbers == [4]: os.kill(os.getpid(), signal.SIGUSR1)\n"
+    code += "Judge.keep = stop; runpy.run_path(sys.argv[0], run_name='__main__')"
+    results = run_ranks(2, ["-c", code, str(ROOT / "evaluate.py"), *argv])
+    assert [done.returncode for done in results] == [75, 75], results[0].stderr
+    there = len(list((tmp_path / "out/kept").glob("*.npz")))
+    assert 5 <= there < 19 and "Stopped by SIGUSR1" in results[0].stderr
+    results = run_ranks(2, [str(ROOT / "evaluate.py"), *argv])
+    assert [done.returncode for done in results] == [0, 0], results[0].stderr
+    assert f"({there} forecasts are there already)" in results[0].stderr
+    assert len(list((tmp_path / "out/kept").glob("*.npz"))) == 19
+
+
 def test_netcdf_and_zarr_hold_the_same(trained, result, tmp_path):
     out = tmp_path / "out"
     evaluated(trained, out, "--forecasts", "netcdf")
@@ -371,7 +409,7 @@ def _plain(trained: Path) -> Path:
 
 
 def test_other_channels_than_the_model_was_trained_on(trained, tmp_path):
-    for folder, names, hours in (("names", ["u", "v", "q"], 6), ("step", NAMES, 12)):
+    for folder, names, hours in (("names", ["u", "v", "q"], 6), ("step", NAMES, 12), ("grid", NAMES, 6)):
         write_file(tmp_path / folder / "2003.h5", fields(9, 3, 17, 32), names=names)
         with h5py.File(tmp_path / folder / "2003.h5", "a") as file:
             file["time"][:] = np.arange(9) * hours * 3600
@@ -379,6 +417,57 @@ def test_other_channels_than_the_model_was_trained_on(trained, tmp_path):
     line = refused([*argv, "--inf_data_path", str(tmp_path / "names")])
     assert "input channels ['u', 'v', 'q']" in line and "trained on ['u', 'v', 't']" in line
     assert "step in hours 12" in refused([*argv, "--inf_data_path", str(tmp_path / "step")])
+    with h5py.File(tmp_path / "grid/2003.h5", "a") as file:
+        file["longitude"] = np.arange(32) * 11.25 - 180
+    assert "longitudes [-180.0, 168.75]" in refused([*argv, "--inf_data_path", str(tmp_path / "grid")])
+
+
+def test_files_without_time(trained, tmp_path):
+    """Their forecasts have no dates, and lie inside a file; with dated files they are refused."""
+    write_file(tmp_path / "none/2003.h5", fields(8, 3, 17, 32), start=None, names=NAMES)
+    argv = flags(trained, "--inf_data_path", str(tmp_path / "none"))
+    skill = evaluated(trained, tmp_path / "out", "--inf_data_path", str(tmp_path / "none"))
+    assert skill["forecasts"] == 4 and skill["first"] == "2003.h5, step 0"
+    assert "stores no time: leave it out" in refused([*argv, "--forecasts", "netcdf", "--out", str(tmp_path / "b")])
+    write_file(tmp_path / "none/2004.h5", fields(8, 3, 17, 32), names=NAMES)
+    assert "some files in" in refused([*argv, "--out", str(tmp_path / "c")])
+
+
+def test_a_forecast_that_breaks_down_is_said_to(trained, tmp_path):
+    """A rollout that overflows has no scores from there on, and the log says so."""
+    weights = tmp_path / "weights.pt"
+    checkpoint.export(trained / "runs/tiny/1GPU/00", weights)
+    wild = {name: x * 1e38 if name.startswith("head") else x for name, x in torch.load(weights).items()}
+    torch.save(wild, weights)
+    argv = ["--checkpoint", str(weights), "--yaml_config", str(trained / "tiny.yaml"), "--config", "tiny"]
+    argv += ["--data_dir", str(trained), "--inf_data_path", str(trained / "valid"), "--lead_hours", "120"]
+    write_file(tmp_path / "long/2003.h5", fields(24, 3, 17, 32), names=NAMES)
+    call_here(evaluate.main, [*argv, "--inf_data_path", str(tmp_path / "long")])
+    skill = json.loads((tmp_path / "weights_evaluation/skill.json").read_text())
+    assert skill["scores"]["model"]["rmse"]["cos"]["u"][-1] == [None] * 3
+    assert "model: 4 of 4 forecasts are not finite" in (tmp_path / "weights_evaluation/out.log").read_text()
+
+
+def test_options_that_do_nothing_are_refused(trained):
+    run = trained / "runs/tiny/1GPU/00"
+    (one, *_) = checkpoint.find(run / "checkpoints")
+    assert "leave --best out" in refused(["--checkpoint", str(one), "--best"])
+    assert "leave --yaml_config out" in refused(["--checkpoint", str(run), "--yaml_config", "x.yaml"])
+
+
+def test_data_that_has_moved(trained, tmp_path):
+    shutil.copytree(trained / "stats", tmp_path / "stats")
+    evaluated(trained, tmp_path / "out", "--stride", "10", "--data_dir", str(tmp_path))
+    setting = json.loads((tmp_path / "out/setting.json").read_text())
+    assert {Path(path).parent for path, *_ in setting["statistics"]} == {tmp_path / "stats"}
+
+
+def test_a_model_is_asked_in_half_precision_and_compiled(trained, tmp_path, result):
+    skill = evaluated(trained, tmp_path / "half", "--amp_mode", "bf16", "--enable_jit")
+    for name in NAMES:
+        both = [np.array(x["scores"]["model"]["rmse"]["cos"][name])[:, 0] for x in (skill, result[1])]
+        np.testing.assert_allclose(*both, rtol=0.02)
+        assert not np.array_equal(*both)
 
 
 def test_a_model_that_does_not_forecast_its_input_takes_one_step(trained, tmp_path):

@@ -70,8 +70,9 @@ def colour_scale(states: np.ndarray) -> dict[str, Any]:
 
 
 def error_scale(errors: np.ndarray) -> dict[str, Any]:
-    """Return the colours of errors, for pcolormesh."""
-    most = np.percentile(np.abs(errors), 99.5) or 1.0
+    """Return the colours of errors, for pcolormesh. Those that are not finite are left out."""
+    finite = np.abs(errors[np.isfinite(errors)])
+    most = (np.percentile(finite, 99.5) if finite.size else 0.0) or 1.0
     return {"vmin": -most, "vmax": most, "cmap": "PuOr_r"}
 
 

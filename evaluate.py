@@ -32,7 +32,7 @@ def rollout(
     """Yield, for each lead time, the truth and the forecasts of persistence and of each model, [B C H W] in units."""
     frames = data.read(numbers)
     initial = next(frames)
-    persistence = data.persistence(initial)
+    persistence = data.persistence(initial)  # a copy
     states = dict.fromkeys(models, data.normalised(initial))
     for truth in frames:
         forecasts = {"persistence": persistence}

@@ -41,7 +41,6 @@ MUTATIONS = [
         "places = {n: 0 for n in numbers}",
         "evaluate -k xarray",
     ),
-    ("utils/forecast_data", "raw.clone()", "raw", "evaluate -k xarray"),
     ("utils/forecast_data", "is_truth=k > 0", "is_truth=True", "evaluate -k one_step"),
     ("utils/forecast_data", "if not np.isfinite(frame).all():", "if False:", "evaluate -k not_finite"),
     (

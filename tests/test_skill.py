@@ -33,6 +33,7 @@ def test_each_forecast_is_drawn_as_often_as_any_other():
     counts = skill.resampled_counts(forecasts=30, block=4)
     assert counts.shape == (skill.RESAMPLES, 30) and (counts.sum(axis=1) == 30).all()
     np.testing.assert_allclose(counts.mean(axis=0), 1, atol=0.15)
+    assert (skill.resampled_counts(forecasts=30, block=30) == 1).all()  # all of them, from one on and round
 
 
 def intervals(values: np.ndarray, block: int) -> np.ndarray:

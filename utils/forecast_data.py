@@ -125,8 +125,8 @@ class ForecastData(WeatherFields):
         return frame
 
     def normalised(self, raw: Tensor) -> Tensor:
-        """Return initial states as the model reads them, [B, C_in, H, W]."""
-        return self.normalise[0](raw.clone())
+        """Return initial states as the model reads them, [B, C_in, H, W]; in place."""
+        return self.normalise[0](raw)
 
     def persistence(self, raw: Tensor) -> Tensor:
         """Return initial states as a forecast, [B, C_out, H, W]: nothing changes. NaN for what is no input."""

@@ -105,6 +105,7 @@ MUTATIONS = [
     ("utils/evaluation", "            if self.requests.reason:\n                break\n", "", "evaluate -k signal"),
     ("utils/skill_report", "    _warn_of_nonfinite(evaluation, sources)\n", "", "evaluate -k breaks_down"),
     ("utils/skill", "if forecasts < 3 * block:", "if False:", "skill -k few_blocks"),
+    ("utils/forecast_store", "self.lock or self._lock()", "self._lock()", "evaluate -k two_eval"),
 ]
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import h5py
 import matplotlib.image
@@ -35,7 +36,7 @@ from tests.helpers import (
 from utils import checkpoint
 from utils.era5 import Files
 from utils.evaluation import share_out
-from utils.run_folder import lock_run
+from utils.launch import Ended
 
 NAMES = ["u", "v", "t"]
 
@@ -270,9 +271,16 @@ def test_a_folder_of_something_else_is_left_alone(trained, tmp_path):
 
 def test_two_evaluations_do_not_share_a_folder(trained, tmp_path):
     evaluated(trained, tmp_path / "out", "--stride", "10")
-    with lock_run(tmp_path / "out"):
-        line = refused(flags(trained, "--out", str(tmp_path / "out"), "--stride", "9"))
-    assert "is in use by process" in line and "choose another folder with --out" in line
+    lines = []
+
+    def keep(self, numbers, steps):
+        lines.append(refused(flags(trained, "--out", str(tmp_path / "out"), "--stride", "9")))
+        raise Ended(0)
+
+    (tmp_path / "out/kept/000000.npz").unlink()  # the same again: it goes on
+    with mock.patch("utils.judge.Judge.keep", keep), pytest.raises(Ended):
+        evaluated(trained, tmp_path / "out", "--stride", "10")
+    assert "is in use by process" in lines[0] and "choose another folder with --out" in lines[0]
 
 
 def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(trained, tmp_path):

@@ -92,7 +92,7 @@ class Config:
     data_dir: str | None = _key(None, "folder that stands for /data at the front of the paths below")
     train_data_path: str = _key("/data/train", "folder of the training files (*.h5)")
     valid_data_path: str = _key("/data/valid", "folder of the validation files (*.h5)")
-    inf_data_path: str | None = _key(None, "folder of the files to forecast from, recorded with the run")
+    inf_data_path: str | None = _key(None, "folder of the files to forecast from (evaluate.py)")
     global_means_path: str = _key("/data/stats/global_means.npy", "mean of each channel, [1, C, 1, 1]")
     global_stds_path: str = _key("/data/stats/global_stds.npy", "standard deviation of each channel, [1, C, 1, 1]")
     time_means_path: str = _key("/data/stats/time_means.npy", "mean over time of each grid point, [1, C, H, W]")

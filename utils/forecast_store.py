@@ -37,14 +37,16 @@ class ForecastStore:
                 if path.read_text() != text:
                     names = (self.folder.with_name(f"{self.folder.name}.{n}") for n in range(1, 10**6))
                     self.folder.rename(next(name for name in names if not name.exists()))
+                    self.close()
             elif self.folder.exists() and any(self.folder.iterdir()):
                 raise ValueError(f"{self.folder} holds other files than an evaluation's: choose another with --out")
-            self.kept.mkdir(parents=True, exist_ok=True)
-            self.lock = self._lock()
             if not path.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
                 part = path.with_suffix(".part")
                 part.write_text(text)
                 part.rename(path)
+            self.kept.mkdir(exist_ok=True)
+            self.lock = self.lock or self._lock()  # once: who closes a file loses all locks that it has on it
             (self.folder / "owner").write_text(whoami())
         except OSError as error:
             raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another with --out") from None
@@ -56,6 +58,7 @@ class ForecastStore:
         """Leave the folder to others."""
         if self.lock:
             self.lock.close()
+            self.lock = None
 
     def missing(self) -> list[int]:
         """Return the forecasts that are not there."""

@@ -133,10 +133,10 @@ code=0
 if [ "$code" = 75 ]; then # saved, and not done
     # In its next life it finds its own run (utils/run_folder.py).
     if scontrol requeue "$SLURM_JOB_ID"; then
-        echo "submit_pm.sh: job $SLURM_JOB_ID is in the queue again, and will go on from its newest checkpoint"
+        echo "submit_pm.sh: job $SLURM_JOB_ID is in the queue again, and will go on where it stopped"
         sleep 60 # Slurm ends this script
     else
-        echo "submit_pm.sh: not in the queue again; to go on: submit the same command with --resume auto" >&2
+        echo "submit_pm.sh: not in the queue again; to go on: submit the same command, for a training with --resume auto" >&2
     fi
 fi
 exit "$code"

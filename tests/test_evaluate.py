@@ -187,10 +187,9 @@ def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, 
 
 def test_the_forecasts_are_shared_out_in_batches_of_one_size():
     left = [0, 1, 2, 4, 5, 6, 8, 9]
-    assert share_out(left, rank=0, ranks=3, batch_size=2) == [[0, 4], [8, 8]]
-    assert share_out(left, rank=2, ranks=3, batch_size=2) == [[2, 6]]
-    assert share_out(left, rank=1, ranks=3, batch_size=8) == [[1, 5, 9]]  # none is larger than it need be
-    assert share_out(left[:2], rank=2, ranks=3, batch_size=8) == [] == share_out([], rank=0, ranks=1, batch_size=8)
+    assert share_out(left, rank=0, ranks=3, size=2) == [[0, 4], [8, 8]]
+    assert share_out(left, rank=2, ranks=3, size=2) == [[2, 6]]
+    assert share_out(left[:2], rank=2, ranks=3, size=8) == [] == share_out([], rank=0, ranks=1, size=8)
 
 
 def test_checkpoints_of_three_grids_forecast_the_same(trained, result, tmp_path):
@@ -226,7 +225,7 @@ def contents(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", ["zarr", "netcdf"])
 def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_files(trained, tmp_path, kind):
-    more = ["--forecasts", kind, "--local_batch_size", "2"]
+    more = ["--forecasts", kind, "--local_batch_size", "5"]  # what is left when it is killed makes no whole batch
     whole_command, command = (
         [sys.executable, "evaluate.py", *flags(trained, "--out", str(tmp_path / name), *more)]
         for name in ("whole", "killed")
@@ -235,7 +234,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_files(trained
     out = tmp_path / "killed"
     process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stderr=subprocess.PIPE)
     end = time.monotonic() + 60
-    while len(list((out / "kept").glob("*.npz"))) < 5:
+    while len(list((out / "kept").glob("*.npz"))) < 3:
         assert process.poll() is None and time.monotonic() < end
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -293,7 +292,7 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(trained, tmp_path
     results = run_ranks(2, ["-c", code, str(ROOT / "evaluate.py"), *argv])
     assert [done.returncode for done in results] == [75, 75], results[0].stderr
     there = len(list((tmp_path / "out/kept").glob("*.npz")))
-    assert 5 <= there < 19 and "Stopped by SIGUSR1" in results[0].stderr
+    assert 5 <= there < 19 and "Stopped by a signal" in results[0].stderr
     results = run_ranks(2, [str(ROOT / "evaluate.py"), *argv])
     assert [done.returncode for done in results] == [0, 0], results[0].stderr
     assert f"({there} forecasts are there already)" in results[0].stderr

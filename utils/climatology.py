@@ -37,7 +37,8 @@ class Climatology:
         self.fields, self.path = fields, path
         self.name = "time_means" if path is None else Path(path).name
         self.time_means = torch.from_numpy(fields.time_means.astype(np.float64)).to(fields.device)
-        self._read = lru_cache(maxsize=8)(self._read_day)  # forecasts of one batch ask for the same days
+        # Forecasts of one batch ask for the same days, one step after the other.
+        self._read = lru_cache(maxsize=2 * fields.config.local_batch_size)(self._read_day)
         if path is not None:
             self._open(path)
 
@@ -60,7 +61,7 @@ class Climatology:
                     f"{path} has no {name!r} of [dayofyear, latitude, longitude], each with its values: it holds "
                     f"{there}; give each channel a variable of its name"
                 )
-            other = dataset[name].attrs.get("units", units)
+            other = dataset[name].attrs.get("units", units).replace("**", "")
             if units and other != units:
                 raise ValueError(f"{path} has {name} in {other}, and the data in {units}: bring it to the same units")
         self.file = dataset
@@ -82,13 +83,13 @@ class Climatology:
         if self.path is None:
             return self.time_means
         date = datetime.fromtimestamp(seconds, tz=timezone.utc)
-        return self._read(date.timetuple().tm_yday, date.hour)
+        return self._read(date.timetuple().tm_yday, date.hour if "hour" in self.dataset.dims else None)
 
-    def _read_day(self, day: int, hour: int) -> Tensor:
-        where = {"dayofyear": day} | ({"hour": hour} if "hour" in self.dataset.dims else {})
+    def _read_day(self, day: int, hour: int | None) -> Tensor:
+        where = {"dayofyear": day} | ({} if hour is None else {"hour": hour})
         usual = self.dataset.sel(where, method="nearest")  # 365 where there is no 366, and the nearest hour
         values = [usual[name].transpose("latitude", "longitude").values for name in self.fields.out_names]
         values = np.stack(values).astype(np.float64)
         if not np.isfinite(values).all():
-            raise ReadError(f"{self.path}: day {day}, hour {hour} is not finite everywhere: fill it, or leave it out")
+            raise ReadError(f"{self.path}: day {day} of the year is not finite everywhere: fill it, or leave it out")
         return torch.from_numpy(values).to(self.fields.device)

@@ -264,7 +264,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
     if "data_dir" in given:
         before = config.data_dir or "/data"
         moved = _move_data(config, given["data_dir"], before)
-        if moved == replace(config, data_dir=given["data_dir"]):
+        if given["data_dir"] != before and moved == replace(config, data_dir=given["data_dir"]):
             remarks.append(f"data_dir changes nothing: no path of the training begins with {before}")
         config = moved
     given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or config.global_batch_size

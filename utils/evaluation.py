@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -19,6 +20,8 @@ from utils.judge import Judge
 from utils.launch import STOPPED, Ended, World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
 from utils.stop import StopRequests
+
+FORMAT = 1  # of what is kept of a forecast
 
 # Keys of a configuration that do not change a forecast, or that the setting has in another form.
 IRRELEVANT = ("local_batch_size", "global_batch_size", "comm_timeout", "expandable_segments", "data_dir", "device")
@@ -75,21 +78,22 @@ class EvaluationFolder:
         close_log(self.handlers)
 
     def batches(self) -> Iterator[list[int]]:
-        """Yield the forecasts that this rank makes, until a signal asks it to stop.
+        """Yield the forecasts that this rank makes. The ranks go on together, from batch to batch.
 
-        Raises Ended, on all ranks, where one of them was asked to; each waits here for the others.
+        Raises Ended, on all ranks, where a signal asked one of them to stop.
         """
-        batches = share_out(self.left, self.world.rank, self.world.size, self.config.local_batch_size)
-        for batch in tqdm(batches, desc="forecasts", unit="batch", disable=None if self.world.rank == 0 else True):
-            if self.requests.reason:
-                break
-            yield batch
-        reasons: list[str | None] = [None] * self.world.size
-        dist.all_gather_object(reasons, self.requests.reason)
-        if any(reasons):
-            if self.world.rank == 0:
-                logging.info("Stopped by %s: the same command goes on from here", next(filter(None, reasons)))
-            raise Ended(STOPPED)
+        size = min(self.config.local_batch_size, -(-len(self.data) // self.world.size))
+        shares = [share_out(self.left, rank, self.world.size, size) for rank in range(self.world.size)]
+        mine, rounds = shares[self.world.rank], len(shares[0])
+        for i in tqdm(range(rounds), desc="forecasts", unit="batch", disable=None if self.world.rank == 0 else True):
+            if self.requests.agree()[0]:
+                if self.world.rank == 0:
+                    logging.info("Stopped by a signal: the same command goes on from here")
+                raise Ended(STOPPED)
+            if i < len(mine):
+                yield mine[i]
+        self.requests.close()
+        dist.barrier()
 
     def finish(self) -> None:
         """Make scores and pictures, on rank 0, of the forecasts of all ranks."""
@@ -117,13 +121,15 @@ class EvaluationFolder:
         keys = {n: x for n, x in dataclasses.asdict(config).items() if n not in IRRELEVANT and not n.endswith("_path")}
         names = ("global_means_path", "global_stds_path", "time_means_path", "time_diff_stds_path")
         statistics = [path for name in names if (path := getattr(config, name)) is not None]
-        source = Path(evaluation.checkpoint)
+        source, climatology = Path(evaluation.checkpoint), evaluation.climatology
         return {
+            "format": FORMAT,
+            "torch": torch.__version__,
             "checkpoint": [str(source), *stamp(source / checkpoint.INFO if source.is_dir() else source)],
             "models": self.models,
             "files": [[str(Path(path).resolve()), *seen] for path, seen in zip(data.files.paths, data.files.stamps)],
             "statistics": [[str(Path(path).resolve()), *stamp(path)] for path in statistics],
-            "climatology": evaluation.climatology and [evaluation.climatology, *stamp(evaluation.climatology)],
+            "climatology": climatology and [str(Path(climatology).resolve()), *stamp(climatology)],
             "lead_hours": data.lead_hours,
             "stride": evaluation.stride,
             "forecasts": evaluation.forecasts,
@@ -137,14 +143,14 @@ def results_folder(evaluation: Evaluation) -> Path:
     if evaluation.out is not None:
         return Path(evaluation.out).resolve()
     source = Path(evaluation.checkpoint)
-    if source.is_dir():  # <run>/checkpoints/00000128
-        return source.parent.parent / "evaluation"
+    if source.is_dir():
+        in_run = source.parent.name == "checkpoints"  # <run>/checkpoints/00000128
+        return source.parent.parent / "evaluation" if in_run else source.with_name(f"{source.name}_evaluation")
     return source.with_name(f"{source.stem}_evaluation")
 
 
-def share_out(forecasts: list[int], rank: int, ranks: int, batch_size: int) -> list[list[int]]:
-    """Return a rank's forecasts in batches of one size: the last one fills up its batch."""
+def share_out(forecasts: list[int], rank: int, ranks: int, size: int) -> list[list[int]]:
+    """Return a rank's forecasts in batches of `size`: the last one fills up its batch."""
     mine = forecasts[rank::ranks]
-    size = min(batch_size, -(-len(forecasts) // ranks)) or 1
     batches = [mine[i : i + size] for i in range(0, len(mine), size)]
     return [batch + batch[-1:] * (size - len(batch)) for batch in batches]

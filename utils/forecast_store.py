@@ -2,13 +2,14 @@
 
     evaluation/  setting.json     what is evaluated; an evaluation of another setting renames it aside
                  kept/000012.npz  of each forecast: its moments, its spectra, and of the first its maps
-                 skill.json  skill.csv  spectra.json  pictures/  logs/  forecasts...
+                 skill.json  skill.csv  pictures/  logs/  forecasts/  out.log  lock  owner
 
 Each forecast has a file of its own, written aside and renamed: ranks do not disturb each other, and what is there is
 whole. One forecast is in memory at a time.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,7 +39,7 @@ class ForecastStore:
                     names = (self.folder.with_name(f"{self.folder.name}.{n}") for n in range(1, 10**6))
                     self.folder.rename(next(name for name in names if not name.exists()))
                     self.close()
-            elif self.folder.exists() and any(self.folder.iterdir()):
+            elif self.folder.exists() and any(other != path.with_suffix(".part") for other in self.folder.iterdir()):
                 raise ValueError(f"{self.folder} holds other files than an evaluation's: choose another with --out")
             if not path.exists():
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -47,6 +48,8 @@ class ForecastStore:
                 part.rename(path)
             self.kept.mkdir(exist_ok=True)
             self.lock = self.lock or self._lock()  # once: who closes a file loses all locks that it has on it
+            if path.read_text() != text:
+                raise ValueError(f"{self.folder} was begun by another evaluation just now: choose another with --out")
             (self.folder / "owner").write_text(whoami())
         except OSError as error:
             raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another with --out") from None
@@ -62,13 +65,16 @@ class ForecastStore:
 
     def missing(self) -> list[int]:
         """Return the forecasts that are not there."""
-        return [n for n in range(self.forecasts) if not self._path(n).exists()]
+        there = {path.name for path in self.kept.iterdir()}
+        return [n for n in range(self.forecasts) if self._path(n).name not in there]
 
     def keep(self, forecast: int, **arrays: np.ndarray) -> None:
         """Keep what is left of a forecast."""
         part = self._path(forecast).with_suffix(".part")
         with part.open("wb") as file:
             np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
         part.rename(self._path(forecast))
 
     def read(self, forecast: int, name: str) -> np.ndarray:

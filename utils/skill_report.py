@@ -142,7 +142,7 @@ def _log(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> N
     )
     if blocks < FEW_BLOCKS:
         logging.info(
-            "  %s: the forecasts make %.3g blocks of %g h of weather; take a longer time, or a smaller --block_hours",
+            "  %s: the forecasts make %.3g blocks of %g h of weather",
             "There are no intervals" if blocks < 3 else "The intervals are rough, and rather too narrow",
             *(blocks, evaluation.evaluation.block_hours),
         )

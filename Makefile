@@ -1,4 +1,4 @@
-# make demo     data, training, a picture: some minutes on a laptop
+# make demo     data, training, forecasts of five days: some minutes on a laptop
 # make test     the tests
 # make lint     ruff and its formatter
 # make help     this list

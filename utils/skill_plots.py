@@ -116,7 +116,7 @@ def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int
     axes[0].set(ylabel=f"power [({data.units[c] or '1'})²]", title="power along circles of latitude")
     # Some data hold nothing at the smallest scales, and a forecast that broke down has no power at any.
     axes[0].set_ylim(bottom=max(shown[np.isfinite(shown)].min(), 1e-7 * shown[:, 0].max()))
-    axes[1].set(ylabel="power over the truth's", ylim=(0, 2), title="below 1 the forecast is too smooth")
+    axes[1].set(ylabel="power over the truth's", ylim=(0, 2), title="below 1: too weak at this scale")
     axes[1].axhline(1, color="black", linewidth=0.8)
     for one in axes:
         one.set(xlabel="zonal wavenumber (waves along a circle of latitude)")

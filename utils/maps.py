@@ -65,7 +65,12 @@ class Maps:
                 one.set_title(title, fontsize=9)
         for images_of, columns in ((images[0], grid[:, :2]), (images[2], grid[:, 2:])):
             bar = {"location": "bottom", "extend": "both", "shrink": 0.7, "aspect": 40, "pad": 0.01}
-            figure.colorbar(images_of, ax=columns, label=label(data.out_names[c], data.units[c]), **bar)
+            shown = figure.colorbar(images_of, ax=columns, label=label(data.out_names[c], data.units[c]), **bar)
+            shown.formatter.set_powerlimits((-3, 6))
+        if self.projection is None:
+            for axes in grid[-1]:
+                axes.set_xlabel("longitude [degrees east]", fontsize=9)
+            figure.supylabel("latitude [degrees north]", fontsize=9)
         figure.suptitle(f"{name}: a forecast that starts from {data.date(0)}")
         return figure
 

@@ -122,7 +122,8 @@ def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int
         one.set(xlabel="zonal wavenumber (waves along a circle of latitude)")
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{data.out_names[c]}: mean over {len(data)} forecasts", fontsize=10)
+    begin = f"{data.date(0)} to {data.date(len(data) - 1)}"
+    figure.suptitle(f"{data.out_names[c]}: mean over {len(data)} forecasts that start from {begin}", fontsize=10)
     return figure
 
 
@@ -149,7 +150,8 @@ def scorecard_figure(data: ForecastData, model: str, ratio: np.ndarray) -> Figur
     bar = figure.colorbar(image, ax=axes, ticks=[0.5, 0.7, 1, 1.4, 2], format="%g", extend="both", pad=0.01)
     bar.ax.minorticks_off()
     axes.set_title(
-        f"{model}: RMSE over persistence's, {len(data)} forecasts from {data.date(0)} on\n"
+        f"{model}: RMSE over persistence's, {len(data)} forecasts that start from {data.date(0)} to "
+        f"{data.date(len(data) - 1)}\n"
         f"blue is better; in brackets where the {INTERVAL:.0%} interval holds 1",
         fontsize=9,
     )

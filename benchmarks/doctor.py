@@ -174,7 +174,10 @@ def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
     """Compare the memory that a rank of this section needs with what there is for each of the `here` on this node."""
     parts = {"weights": 4 * found["parameters"], "optimiser": found["after_forward"]["Optstate"]}
     parts |= {"gradients": parts["weights"], "activations": found["after_forward"]["Activation"]}
-    told = f"a rank needs {found['peak'] / 2**30:.2f} GiB for tensors: "
+    average = {} if config.ema_decay is None else {"average": parts["weights"]}
+    needed = (found["peak"] + sum(average.values())) / 2**30
+    parts |= average
+    told = f"a rank needs {needed:.2f} GiB for tensors: "
     told += ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     if torch.cuda.is_available():
         there = torch.cuda.mem_get_info()[1] / 2**30
@@ -182,7 +185,7 @@ def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
         there = host_memory() / 2**30 / here
     told += f"; it has {there:.1f} GiB"
     remedies = memory_advice(parts["activations"], parts["weights"] + parts["optimiser"], config)
-    yield Line(told, None if found["peak"] / 2**30 < 0.9 * there else "try " + ", then ".join(remedies))
+    yield Line(told, None if needed < 0.9 * there else "try " + ", then ".join(remedies))
 
 
 def main(argv: list[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.mutate import run_tests, try_mutations
+from tests.mutate import main
 
 # file, the line as it stands, the line as it is changed to, tests that must see it
 MUTATIONS = [
@@ -103,16 +103,11 @@ MUTATIONS = [
     ),
     ("utils/forecast_store", "                self.lock = self._lock()\n", "", "evaluate -k two_eval"),
     ("utils/evaluation", "if self.requests.agree()[0]:", "if False:", "evaluate -k signal"),
-    ("utils/skill_report", "    _warn_of_nonfinite(evaluation, sources)\n", "", "evaluate -k breaks_down"),
+    ("utils/skill_report", "    _warn_of_nonfinite(evaluation)\n", "", "evaluate -k breaks_down"),
     ("utils/skill", "if forecasts < 3 * block:", "if False:", "skill -k few_blocks"),
     ("utils/forecast_store", "self.lock or self._lock()", "self._lock()", "evaluate -k two_eval"),
 ]
 
 
-def main(names: list[str]) -> int:
-    chosen = [m for m in MUTATIONS if not names or Path(m[0]).name in names]
-    return try_mutations([(f"{name}.py", old, new, tests) for name, old, new, tests in chosen], run_tests)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main((f"{name}.py", *change) for name, *change in MUTATIONS))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.mutate import run_tests, try_mutations
+from tests.mutate import main
 
 # file, the line as it stands, the line as it is changed to, tests that must see it
 MUTATIONS = [
@@ -147,10 +147,5 @@ MUTATIONS = [
 ]
 
 
-def main(names: list[str]) -> int:
-    chosen = [m for m in MUTATIONS if not names or Path(m[0]).name in names]
-    return try_mutations([(f"{name}.py", old, new, tests) for name, old, new, tests in chosen], run_tests)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main((f"{name}.py", *change) for name, *change in MUTATIONS))

@@ -37,6 +37,12 @@ def try_mutations(mutations: Iterable[tuple[str, str, str, str]], look: Callable
     return 0 if all(seen) else 1
 
 
+def main(mutations: Iterable[tuple[str, str, str, str]]) -> int:
+    """Try those in the files that the command line names (`verdict`), by default all, and return the exit code."""
+    names = sys.argv[1:]
+    return try_mutations([m for m in mutations if not names or Path(m[0]).stem in names], run_tests)
+
+
 def run_tests(copy: Path, tests: str) -> str | None:
     """Run tests on the changed code: `interruptions -k SIGTERM` means tests/test_interruptions.py."""
     file, *options = shlex.split(tests)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.mutate import run_tests, try_mutations
+from tests.mutate import main
 
 FOUR, FULL = "interruptions -k 'dp and 4'", "interruptions -k full"
 KILLED = "interruptions -k 'KILL and all'"
@@ -73,5 +73,4 @@ MUTATIONS = [
 
 
 if __name__ == "__main__":
-    chosen = [mutation for mutation in MUTATIONS if mutation[0] in sys.argv[1:] or not sys.argv[1:]]
-    sys.exit(try_mutations([(f"utils/{name}.py", *change) for name, *change in chosen], run_tests))
+    sys.exit(main((f"utils/{name}.py", *change) for name, *change in MUTATIONS))

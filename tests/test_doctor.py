@@ -1,5 +1,6 @@
 """The doctor: what it says of machines, data and sections that are not well."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -139,6 +140,8 @@ def test_memory_that_is_not_there(monkeypatch):
     flags = ("--local_batch_size 1 --accumulation_steps 2", "--activation_checkpoint block", "--context_parallel 2 of")
     assert f"try {', then '.join(flags)}" in line
     assert not changes(memory(config, 1, found | {"peak": GIB}))
+    (line,) = changes(memory(dataclasses.replace(config, ema_decay=0.999), 10**6, found))
+    assert "a rank needs 24.00 GiB" in line and "activations 16.00, average 4.00" in line
 
 
 @pytest.mark.parametrize(

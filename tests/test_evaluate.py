@@ -34,6 +34,7 @@ from tests.helpers import (
     write_file,
 )
 from utils import checkpoint
+from utils.config_reader import load_evaluation
 from utils.era5 import Files
 from utils.evaluation import share_out
 from utils.launch import Ended
@@ -467,6 +468,22 @@ def test_data_that_has_moved(trained, tmp_path):
     evaluated(trained, tmp_path / "out", "--stride", "10", "--data_dir", str(tmp_path))
     setting = json.loads((tmp_path / "out/setting.json").read_text())
     assert {Path(path).parent for path, *_ in setting["statistics"]} == {tmp_path / "stats"}
+
+
+def test_a_data_dir_that_moves_nothing_is_said_to(trained, tmp_path):
+    """A run whose paths have another folder at their front."""
+    (newest, *_) = checkpoint.find(trained / "runs/tiny/1GPU/00/checkpoints")
+    copy = shutil.copytree(newest, tmp_path / newest.name)
+    info = json.loads((copy / "info.json").read_text())
+    paths = {
+        name: "mine/" + Path(path).name for name, path in info["config"].items() if name.endswith("_path") and path
+    }
+    info["config"] |= paths | {"data_dir": None}
+    (copy / "info.json").write_text(json.dumps(info))
+    _, config, _, remarks = load_evaluation(["--checkpoint", str(copy), "--data_dir", "/elsewhere"])
+    assert remarks == ["data_dir changes nothing: no path of the training begins with /data"]
+    assert config.time_means_path == "mine/time_means.npy"
+    assert load_evaluation(["--checkpoint", str(copy)])[3] == []
 
 
 def test_a_model_is_asked_in_half_precision_and_compiled(trained, tmp_path, result):

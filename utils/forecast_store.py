@@ -5,7 +5,7 @@
                  skill.json  skill.csv  pictures/  logs/  forecasts/  out.log  lock  owner
 
 Each forecast has a file of its own, written aside and renamed: ranks do not disturb each other, and what is there is
-whole. One forecast is in memory at a time.
+whole.
 """
 
 import json

@@ -69,7 +69,7 @@ class ForecastWriter:
 
 
 class NetcdfWriter(ForecastWriter):
-    """A file for each forecast: `forecasts/model/2026-02-01T0000.nc`. `xarray.open_mfdataset` reads them as one."""
+    """A file for each forecast: `forecasts/model/2026-02-01T0000.nc`. With dask `xarray.open_mfdataset` joins them."""
 
     def __init__(self, folder: Path, data: ForecastData, checkpoint: str):
         super().__init__(folder, data, checkpoint)

@@ -92,7 +92,7 @@ def skill_figure(data: ForecastData, c: int, sources: list[str], results: dict) 
 
 
 def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int], spectra: np.ndarray) -> Figure:
-    """Draw the power of forecasts at each scale, and as a part of the truth's: below 1 a forecast is too smooth.
+    """Draw the power of forecasts at each scale, and as a part of the truth's.
 
     Args:
         names: the truth and the models.

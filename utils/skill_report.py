@@ -30,7 +30,7 @@ def report(evaluation: "EvaluationFolder") -> None:
     """Write everything that is made of the forecasts kept."""
     data, store, folder = evaluation.data, evaluation.store, evaluation.folder
     sources = ["persistence", *evaluation.models, "climatology"]
-    _warn_of_nonfinite(evaluation, sources)
+    _warn_of_nonfinite(evaluation)
     results = summarise(store.all("moments"), len(data), block(evaluation))
     spectra = sum(store.all("spectra")) / len(data)
     _write_json(evaluation, sources, results, spectra)
@@ -53,7 +53,7 @@ def block(evaluation: "EvaluationFolder") -> int:
     return min(max(1, round(evaluation.evaluation.block_hours / hours)), len(data))
 
 
-def _warn_of_nonfinite(evaluation: "EvaluationFolder", sources: list[str]) -> None:
+def _warn_of_nonfinite(evaluation: "EvaluationFolder") -> None:
     """Log which models broke down: what is not finite in one forecast is so in the mean of all."""
     data = evaluation.data
     for s, name in enumerate(evaluation.models, 1):

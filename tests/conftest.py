@@ -11,7 +11,7 @@ with contextlib.suppress(ImportError):
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests.helpers import write_data  # noqa: E402
+from tests.helpers import run_here, tiny_flags, write_data  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -26,3 +26,11 @@ def pytest_collection_modifyitems(items):
 def tiny(tmp_path):
     """A small data set: 3 channels of 17 x 32, 21 training and 7 validation samples."""
     return write_data(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A folder with data and `runs/tiny/1GPU/00`, trained with a moving average: read it only."""
+    folder = write_data(tmp_path_factory.mktemp("evaluate"), valid={"2003": 20, "2004": 7}, names=["u", "v", "t"])
+    run_here(tiny_flags(folder, "--num_iters", "20", "--ema_decay", "0.9"))
+    return folder

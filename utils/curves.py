@@ -2,24 +2,14 @@
 
 import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from utils.config import Config
+from utils.tensorboard import SummaryWriter
 from utils.tracker import MlflowBoard
-
-
-def _told_by_a_warning(args: threading.ExceptHookArgs, others: Callable = threading.excepthook) -> None:
-    """Print no traceback of TensorBoard's thread where the disk is full: its next call raises the error again."""
-    if not (type(args.thread).__module__.startswith("tensorboard") and issubclass(args.exc_type, OSError)):
-        others(args)
-
-
-threading.excepthook = _told_by_a_warning
 
 
 class Curves:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import logging
+import math
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from utils.logging_utils import close_log, open_log
 from utils.stop import StopRequests
 
 FORMAT = 1  # of what is kept of a forecast
+SAID_EVERY = 60  # seconds, where no progress bar is seen
 
 # Keys of a configuration that do not change a forecast, or that the setting has in another form.
 IRRELEVANT = ("local_batch_size", "global_batch_size", "comm_timeout", "expandable_segments", "data_dir", "device")
@@ -61,7 +65,7 @@ class EvaluationFolder:
                 found[0][1] = self.store.missing()
                 if writer and len(found[0][1]) == len(data):
                     writer.prepare(models)
-                self._describe(len(data) - len(found[0][1]), remarks)
+                self._describe(len(found[0][1]), remarks)
         dist.broadcast_object_list(found)
         (first, self.left) = found[0]
         other = evaluation.checkpoint != first  # a training that goes on may write one meanwhile
@@ -85,7 +89,12 @@ class EvaluationFolder:
         size = min(self.config.local_batch_size, -(-len(self.data) // self.world.size))
         shares = [share_out(self.left, rank, self.world.size, size) for rank in range(self.world.size)]
         mine, rounds = shares[self.world.rank], len(shares[0])
-        for i in tqdm(range(rounds), desc="forecasts", unit="batch", disable=None if self.world.rank == 0 else True):
+        bar = tqdm(range(rounds), desc="forecasts", unit="batch", disable=None if self.world.rank == 0 else True)
+        said = time.monotonic()
+        for i in bar:
+            if bar.disable and self.world.rank == 0 and time.monotonic() - said > SAID_EVERY:  # the log of a job
+                logging.info("%d of %d batches of forecasts", i, rounds)
+                said = time.monotonic()
             if self.requests.agree()[0]:
                 if self.world.rank == 0:
                     logging.info("Stopped by a signal: the same command goes on from here")
@@ -96,14 +105,16 @@ class EvaluationFolder:
         dist.barrier()
 
     def finish(self) -> None:
-        """Make scores and pictures, on rank 0, of the forecasts of all ranks."""
+        """Make scores and pictures, on rank 0, of the forecasts of all ranks. Raises WriteError."""
         if self.world.rank == 0:
             from utils.skill_report import report  # Matplotlib and TensorBoard: the other ranks need not read them
 
-            report(self)
+            with self.store.writing():
+                report(self)
 
-    def _describe(self, there: int, remarks: list[str]) -> None:
+    def _describe(self, left: int, remarks: list[str]) -> None:
         data, evaluation = self.data, self.evaluation
+        there = len(data) - left
         for remark in (*remarks, data.warning):
             if remark:
                 logging.info(remark)
@@ -114,6 +125,12 @@ class EvaluationFolder:
             *(len(data), data.date(0), data.date(len(data) - 1), data.lead_hours[-1], data.steps, data.hours),
         )
         logging.info("Results: %s%s", self.folder, f" ({there} forecasts are there already)" if there else "")
+        if evaluation.forecasts != "none":
+            size = 4 * left * len(self.models) * data.steps * len(data.out_names) * math.prod(data.img_size)
+            logging.info(
+                "Forecasts to write: %d, up to %.3g GB; free: %.3g GB",
+                *(left, size / 1e9, shutil.disk_usage(self.folder).free / 1e9),
+            )
 
     def _setting(self) -> dict[str, Any]:
         """Return what decides the results."""

@@ -8,6 +8,7 @@ Each forecast has a file of its own, written aside and renamed: ranks do not dis
 whole.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from utils.launch import WriteError
 from utils.run_folder import lock_run, whoami
 
 
@@ -62,6 +64,17 @@ class ForecastStore:
         if self.lock:
             self.lock.close()
             self.lock = None
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn what a full disk does into one line. Raises WriteError."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise WriteError(
+                f"cannot write to {self.folder} ({reason}): make room, and give the same command again; it goes on"
+            ) from None
 
     def missing(self) -> list[int]:
         """Return the forecasts that are not there."""

@@ -6,7 +6,9 @@ starts from; latitudes rise. `pip install -r requirements-prepare.txt` brings xa
 Shapes:  C channels   H W rows, columns
 """
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +30,7 @@ ENCODING = {
 
 
 class ForecastWriter:
-    """Writes forecasts below `folder`, those of each model by themselves."""
+    """Writes forecasts below `folder`, those of each model by themselves. Raises OSError where it cannot."""
 
     def __init__(self, folder: Path, data: ForecastData, checkpoint: str):
         self.folder, self.data, self.checkpoint = folder, data, checkpoint
@@ -68,6 +70,15 @@ class ForecastWriter:
         )
 
 
+@contextlib.contextmanager
+def _raising_oserror() -> Iterator[None]:
+    """Raise OSError where netCDF4 raises RuntimeError, as for a full disk, which it does not name."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"{error}; is the disk full?") from None
+
+
 class NetcdfWriter(ForecastWriter):
     """A file for each forecast: `forecasts/model/2026-02-01T0000.nc`. With dask `xarray.open_mfdataset` joins them."""
 
@@ -76,9 +87,10 @@ class NetcdfWriter(ForecastWriter):
         self.files: dict[tuple[int, str], netCDF4.Dataset] = {}  # under way
 
     def write(self, n: int, k: int, model: str, name: str, field: np.ndarray) -> None:
-        if (n, model) not in self.files:
-            self.files[n, model] = self._create(n, model)
-        self.files[n, model][name][0, k] = field
+        with _raising_oserror():
+            if (n, model) not in self.files:
+                self.files[n, model] = self._create(n, model)
+            self.files[n, model][name][0, k] = field
 
     def _create(self, n: int, model: str) -> "netCDF4.Dataset":
         import netCDF4
@@ -93,7 +105,8 @@ class NetcdfWriter(ForecastWriter):
 
     def finish(self, n: int) -> None:
         for number, model in [key for key in self.files if key[0] == n]:
-            self.files.pop((number, model)).close()
+            with _raising_oserror():
+                self.files.pop((number, model)).close()
             path = self._path(n, model)
             path.with_suffix(".part").rename(path)
 

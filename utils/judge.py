@@ -30,7 +30,7 @@ class Judge:
         self.weights = row_weights(data.latitude).to(data.device)
 
     def keep(self, numbers: list[int], steps: Iterator[tuple[Tensor, dict[str, Tensor]]]) -> None:
-        """Follow a batch of forecasts to its end.
+        """Follow a batch of forecasts to its end. Raises WriteError.
 
         Args:
             numbers: of the forecasts. The last one may come more than once, to fill a batch up.
@@ -42,11 +42,14 @@ class Judge:
             for n, b in places.items():
                 self._look(kept[n], n, k, truth[b], {name: x[b] for name, x in forecasts.items()})
                 if self.writer:
-                    self.writer.add(n, k, {name: x[b] for name, x in forecasts.items() if name != "persistence"})
+                    written = {name: x[b] for name, x in forecasts.items() if name != "persistence"}
+                    with self.store.writing():
+                        self.writer.add(n, k, written)
         for n, lists in kept.items():
-            if self.writer:
-                self.writer.finish(n)
-            self.store.keep(n, **{name: np.stack(values) for name, values in lists.items() if values})
+            with self.store.writing():
+                if self.writer:
+                    self.writer.finish(n)
+                self.store.keep(n, **{name: np.stack(values) for name, values in lists.items() if values})
 
     def _look(self, kept: dict[str, list], n: int, k: int, truth: Tensor, forecasts: dict[str, Tensor]) -> None:
         """Keep what is wanted of step k of forecast n."""

@@ -22,7 +22,7 @@ from utils.watch import Watch, end_now, place
 
 # Exit codes, as in sysexits.h.
 STOPPED = 75  # "try again later": saved, and can go on
-NOT_SAVED = 74  # "input/output error": the last checkpoint of a run could not be written
+NOT_SAVED = 74  # "input/output error": the last checkpoint, or a result, could not be written
 
 JOINING = timedelta(minutes=10)  # the processes of a large job may start minutes apart
 
@@ -33,6 +33,10 @@ class Ended(Exception):
 
 class Refused(ValueError):
     """What a user can mend, known to every rank: the run ends with this one line."""
+
+
+class WriteError(OSError):
+    """A result cannot be written: this rank ends with this one line, and by that the others."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +153,9 @@ def all_ranks_agree() -> Iterator[None]:
 def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
     """Join the other ranks, run `main(world, argv)`, and leave together.
 
-    The exit code is 0 at the end, 75 for a run that saved its state and can go on, 74 where the last checkpoint could
-    not be written, and 2 for what a user can mend, told in one line by rank 0. What nobody foresaw ends this rank with
-    1, and by that the others.
+    The exit code is 0 at the end, 75 for a run that saved its state and can go on, 74 where the last checkpoint or a
+    result could not be written, and 2 for what a user can mend, told in one line. What nobody foresaw ends this rank
+    with 1, and by that the others.
     """
     world, watch = World(), None
     try:
@@ -169,6 +173,8 @@ def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
         code = 2
     except ReadError as error:
         end_now(f"rank {world.rank}: {error}", 2)
+    except WriteError as error:
+        end_now(f"rank {world.rank}: {error}", NOT_SAVED)
     except Exception as error:
         if world.size == 1:
             raise

@@ -4,6 +4,7 @@ Shapes:  S sources of forecasts   K lead times   C channels   A weightings of th
 """
 
 import csv
+import io
 import itertools
 import json
 import logging
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib.image
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from utils.plots import label
 from utils.skill import INTERVAL, RESAMPLES, SCORES, WEIGHTINGS, summarise
 from utils.skill_plots import draw_all
+from utils.tensorboard import SummaryWriter
 
 FEW_BLOCKS = 10  # below this intervals are said to be rough
 
@@ -105,7 +106,14 @@ def _write_json(evaluation: "EvaluationFolder", sources: list[str], results: dic
             },
         },
     }
-    (evaluation.folder / "skill.json").write_text(json.dumps(_plain(text), indent=1) + "\n")
+    _write(evaluation.folder / "skill.json", json.dumps(_plain(text), indent=1) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text, newline="")
+    part.rename(path)
 
 
 def _plain(value: Any) -> Any:
@@ -120,15 +128,15 @@ def _plain(value: Any) -> Any:
 
 
 def _write_csv(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> None:
-    data = evaluation.data
-    with (evaluation.folder / "skill.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["source", "channel", "units", "lead_hours", "score", "weighting", "value", "low", "high"])
-        axes = map(enumerate, (sources, data.out_names, data.lead_hours, WEIGHTINGS))
-        for (score, values), *places in itertools.product(results.items(), *axes):
-            (s, source), (c, name), (k, hours), (a, weighting) = places
-            units = data.units[c] if score not in ("acc", "rmse_over_persistence") else ""
-            table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
+    data, text = evaluation.data, io.StringIO()
+    table = csv.writer(text)
+    table.writerow(["source", "channel", "units", "lead_hours", "score", "weighting", "value", "low", "high"])
+    axes = map(enumerate, (sources, data.out_names, data.lead_hours, WEIGHTINGS))
+    for (score, values), *places in itertools.product(results.items(), *axes):
+        (s, source), (c, name), (k, hours), (a, weighting) = places
+        units = data.units[c] if score not in ("acc", "rmse_over_persistence") else ""
+        table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
+    _write(evaluation.folder / "skill.csv", text.getvalue())
 
 
 def _log(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> None:

@@ -21,6 +21,8 @@ from utils.era5 import Files
 from utils.evaluation import share_out
 from utils.launch import Ended
 
+SIZE = 2 * 4 * 3 * 16 * 32 * 4 / 1e9  # GB of a forecast: models, steps, channels, rows, columns, bytes
+
 
 def test_the_forecasts_are_shared_out_in_batches_of_one_size():
     left = [0, 1, 2, 4, 5, 6, 8, 9]
@@ -80,9 +82,9 @@ def test_a_folder_of_something_else_is_left_alone(trained, tmp_path):
     evaluated(trained, tmp_path / "empty", "--stride", "10")
 
 
-@pytest.mark.parametrize("kind, size", [("zarr", "800k"), ("netcdf", "400k"), ("none", "400k")])
+@pytest.mark.parametrize("kind, size", [("zarr", "800k"), ("netcdf", "400k"), ("none", "400k"), ("none", "1000k")])
 def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kind, size):
-    """It fills while forecasts are made, or (`none`) with curves and pictures."""
+    """It fills while forecasts are made, or (`none`) with pictures, or TensorBoard's."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o"]
@@ -101,7 +103,10 @@ def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kin
         subprocess.run(["mount", "-o", "remount,size=20m", disk], check=True)
         skill = evaluated(trained, disk / "out", "--forecasts", kind, "--local_batch_size", "2")
         assert skill["forecasts"] == 19
-        assert f"({there} forecasts are there already)" in (disk / "out/out.log").read_text()
+        log = (disk / "out/out.log").read_text()
+        assert f"({there} forecasts are there already)" in log
+        if kind != "none":
+            assert f"Forecasts to write: {19 - there}, up to {(19 - there) * SIZE:.3g} GB; free: 0.0" in log
     finally:
         subprocess.run(["umount", disk], check=True)
 
@@ -111,8 +116,7 @@ def test_a_log_without_a_progress_bar_says_how_far_it_is(trained, tmp_path):
         evaluated(trained, tmp_path / "out", "--local_batch_size", "2", "--stride", "4", "--forecasts", "netcdf")
     log = (tmp_path / "out/out.log").read_text()
     assert "1 of 3 batches of forecasts" in log and "2 of 3" in log
-    # 5 forecasts of 2 models, 4 steps, 3 channels of 16 x 32 numbers of 4 bytes
-    assert f"Forecasts to write: 5, up to {5 * 2 * 4 * 3 * 16 * 32 * 4 / 1e9:.3g} GB; free: " in log
+    assert f"Forecasts to write: 5, up to {5 * SIZE:.3g} GB; free: " in log
 
 
 def test_two_evaluations_do_not_share_a_folder(trained, tmp_path):

@@ -19,7 +19,7 @@ MUTATIONS = [
     ("evaluate", "        find_projection(evaluation.projection)\n", "", "evaluate -k xarrays_engines"),
     ("utils/skill", "abs(pole - row) < 1.6 * abs(step)", "True", "skill -k part_of_the_globe"),
     ("utils/skill", "abs(pole - row) < 1.6 * abs(step)", "False", "skill -k part_of_the_globe"),
-    ("utils/skill", "a * b, b, b * b", "a * a, b, b * b", "evaluate -k xarray"),
+    ("utils/skill", "dot(a, b), b.sum", "dot(a, a), b.sum", "evaluate -k xarray"),
     ("utils/skill", "square - mean * mean", "square", "evaluate -k xarray"),
     ("utils/skill", 'if score == "rmse" else mean', 'if score == "none" else mean', "evaluate -k xarray"),
     ("utils/skill", '"mean_rmse": np.sqrt(ee)', '"mean_rmse": ee', "evaluate -k xarray"),

@@ -53,7 +53,9 @@ def row_weights(latitude: np.ndarray) -> Tensor:
 def moments(forecast: Tensor, truth: Tensor, climatology: Tensor, weights: Tensor) -> Tensor:
     """Return the moments of one forecast, [C, A, M] in float64; all fields are [C, H, W] in units, in float64."""
     e, a, b = forecast - truth, forecast - climatology, truth - climatology
-    rows = torch.stack([x.mean(dim=-1) for x in (e, e * e, a, a * a, a * b, b, b * b)])  # M C H
+    dot = torch.linalg.vecdot
+    sums = [e.sum(dim=-1), dot(e, e), a.sum(dim=-1), dot(a, a), dot(a, b), b.sum(dim=-1), dot(b, b)]
+    rows = torch.stack(sums) / e.shape[-1]  # M C H
     return torch.einsum("mch,ha->cam", rows, weights)
 
 

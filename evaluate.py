@@ -18,10 +18,9 @@ from train import autocast, build_model
 from utils.compiler import compile_modules
 from utils.config import Config
 from utils.config_reader import load_evaluation
-from utils.evaluation import EvaluationFolder
+from utils.evaluation import EvaluationRun
 from utils.forecast_data import ForecastData
 from utils.launch import World, all_ranks_agree, start
-from utils.projections import find_projection
 from utils.setup import load_forecasters, prepare
 
 
@@ -29,10 +28,14 @@ from utils.setup import load_forecasters, prepare
 def rollout(
     models: dict[str, nn.Module], data: ForecastData, numbers: list[int], config: Config
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield, for each lead time, the truth and the forecasts of persistence and of each model, [B C H W] in units."""
+    """Yield, for each lead time, the truth and the forecasts of persistence and of each model, [B C H W] in units.
+
+    Args:
+        numbers: of the forecasts, by their initial times.
+    """
     frames = data.read(numbers)
     initial = next(frames)
-    persistence = data.persistence(initial)  # a copy
+    persistence = data.persistence(initial)  # a copy: the next line changes `initial`
     states = dict.fromkeys(models, data.normalised(initial))
     for truth in frames:
         forecasts = {"persistence": persistence}
@@ -46,19 +49,18 @@ def rollout(
 
 def main(world: World, argv: list[str]) -> None:
     with all_ranks_agree():
-        evaluation, config, info, remarks = load_evaluation(argv)
+        settings, config, info, remarks = load_evaluation(argv)
         device = prepare(config, world.local_rank)
-        find_projection(evaluation.projection)
-        data = ForecastData(config, evaluation, device, info and info.get("data"))
-        models = load_forecasters(lambda: build_model(config, data), evaluation, info)
+        data = ForecastData(config, settings, device, info)
+        models = load_forecasters(lambda: build_model(config, data), settings, info)
         for model in models.values():
             model.to(device).eval()
             if config.enable_jit:
                 compile_modules(model, config.compile_modules, config.compile_mode)
-    with EvaluationFolder(evaluation, config, info, data, list(models), world, remarks) as folder:
-        for numbers in folder.batches():
-            folder.judge.keep(numbers, rollout(models, data, numbers, config))
-        folder.finish()
+    with EvaluationRun(settings, config, info, data, list(models), world, remarks) as run:
+        for numbers in run.batches():
+            run.judge.keep(numbers, rollout(models, data, numbers, config))
+        run.finish()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.image
 import numpy as np
@@ -119,8 +120,12 @@ def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, 
     for source in ("model", "ema", "persistence"):
         for score, by_weighting in skill["scores"][source].items():
             for name in NAMES:
-                both = [np.array(x["cos"][name]) for x in (found["scores"][source][score], by_weighting)]
-                np.testing.assert_allclose(*both, rtol=1e-6, err_msg=f"{source} {score} {name}")
+                for weighting in ("cos", "area"):
+                    both = [np.array(x[weighting][name]) for x in (found["scores"][source][score], by_weighting)]
+                    np.testing.assert_allclose(*both, rtol=1e-6, err_msg=f"{source} {score} {name}")
+    for model in ("model", "ema"):
+        both = (xarray.open_zarr(folder / f"forecasts/{model}.zarr") for folder in (out, result[0]))
+        xarray.testing.assert_allclose(*both, rtol=1e-5, atol=1e-5)
 
 
 def test_checkpoints_of_three_grids_forecast_the_same(trained, result, tmp_path):
@@ -141,8 +146,10 @@ def test_checkpoints_of_three_grids_forecast_the_same(trained, result, tmp_path)
         call_here(evaluate.main, argv)
         found = json.loads((run / "evaluation/skill.json").read_text())
         assert found["scores"]["model"] == skill["scores"]["model"], name
-    argv = ["--checkpoint", str(weights), "--yaml_config", str(trained / "tiny.yaml"), "--config", "tiny"]
-    argv += ["--data_dir", str(trained), "--inf_data_path", str(trained / "valid"), "--lead_hours", "24"]
+    # The exported weights, with the configuration of a run of chapter 2.
+    saved = tmp_path / "runs/tiny/4MP/00/config.yaml"
+    argv = ["--checkpoint", str(weights), "--yaml_config", str(saved), "--config", "tiny"]
+    argv += ["--inf_data_path", str(trained / "valid"), "--lead_hours", "24"]
     call_here(evaluate.main, argv)
     found = json.loads((tmp_path / "weights_evaluation/skill.json").read_text())
     assert found["scores"]["model"] == skill["scores"]["model"] and "ema" not in found["scores"]
@@ -181,6 +188,24 @@ def test_a_user_finds_tables_pictures_and_curves(result):
     assert "skill_u" in EventAccumulator(str(out / "logs/pictures")).Reload().Tags()["images"]
     log = (out / "out.log").read_text()
     assert "19 forecasts" in log and "1970-01-01 00:00" in log
+
+
+def test_the_log_says_how_far_forecasts_are_of_use(result):
+    out, skill = result
+    log = (out / "out.log").read_text()
+    at_24 = [skill["scores"][name]["rmse"]["cos"]["u"][3][0] for name in ("persistence", "model")]
+    value, low, high = skill["scores"]["model"]["rmse_over_persistence"]["cos"]["u"][3]
+    line = next(line for line in log.splitlines() if "          24 h " in line)  # of u, which comes first
+    assert f"{at_24[0]:.4g}" in line and f"{at_24[1]:.4g}  {value:5.2f} ({low:.2f} to {high:.2f})" in line
+    assert "The intervals are rough, and rather too narrow: the forecasts make 4.75 blocks of 24 h of weather" in log
+    ratios = [
+        x / y for (x, *_), (y, *_) in zip(*(skill["scores"][s]["rmse"]["cos"]["u"] for s in ("model", "climatology")))
+    ]
+    last = max([0, *(6 * k for k in range(1, 5) if max(ratios[:k]) < 1)])
+    highs = [high for _, _, high in skill["scores"]["model"]["rmse_over_persistence"]["cos"]["u"]]
+    use = max([0, *(6 * k for k in range(1, 5) if max(highs[:k]) < 1)])
+    told = f"model, u: its RMSE is below climatology's up to {last} h, and the whole interval below persistence's up to"
+    assert f"{told} {use} h" in log
 
 
 def test_maps_in_a_projection(trained, tmp_path):
@@ -231,7 +256,7 @@ def test_a_forecast_that_breaks_down_is_said_to(trained, tmp_path):
     wild = {name: x * 1e38 if name.startswith("head") else x for name, x in torch.load(weights).items()}
     torch.save(wild, weights)
     argv = ["--checkpoint", str(weights), "--yaml_config", str(trained / "tiny.yaml"), "--config", "tiny"]
-    argv += ["--data_dir", str(trained), "--inf_data_path", str(trained / "valid"), "--lead_hours", "120"]
+    argv += ["--data_dir", str(trained), "--lead_hours", "120"]
     write_file(tmp_path / "long/2003.h5", fields(24, 3, 17, 32), names=NAMES)
     call_here(evaluate.main, [*argv, "--inf_data_path", str(tmp_path / "long")])
     skill = json.loads((tmp_path / "weights_evaluation/skill.json").read_text())
@@ -239,12 +264,41 @@ def test_a_forecast_that_breaks_down_is_said_to(trained, tmp_path):
     assert "model: 4 of 4 forecasts are not finite" in (tmp_path / "weights_evaluation/out.log").read_text()
 
 
-def test_a_model_is_asked_in_half_precision_and_compiled(trained, tmp_path, result):
-    skill = evaluated(trained, tmp_path / "half", "--amp_mode", "bf16", "--enable_jit")
-    for name in NAMES:
-        both = [np.array(x["scores"]["model"]["rmse"]["cos"][name])[:, 0] for x in (skill, result[1])]
-        np.testing.assert_allclose(*both, rtol=0.02)
-        assert not np.array_equal(*both)
+def rmse(skill: dict) -> np.ndarray:
+    """Return the model's, [channels, lead times]."""
+    return np.array([skill["scores"]["model"]["rmse"]["cos"][name] for name in NAMES])[..., 0]
+
+
+def test_a_model_is_asked_in_half_precision(trained, tmp_path, result):
+    half = rmse(evaluated(trained, tmp_path / "half", "--amp_mode", "bf16"))
+    difference = np.abs(half / rmse(result[1]) - 1).max()
+    assert 1e-5 < difference < 0.02
+
+
+def test_a_model_is_compiled(trained, tmp_path, result):
+    with mock.patch("evaluate.compile_modules", wraps=evaluate.compile_modules) as compiling:
+        compiled = rmse(evaluated(trained, tmp_path / "compiled", "--enable_jit"))
+    assert compiling.call_count == 2  # the model, and its average
+    np.testing.assert_allclose(compiled, rmse(result[1]), rtol=1e-5)
+
+
+def test_the_best_checkpoint_and_one_kind_of_weights(trained, tmp_path, result):
+    run = trained / "runs/tiny/1GPU/00"
+    best = checkpoint.choose(run, best=True)[1]["iteration"]
+    for kind, name in (("raw", "model"), ("ema", "ema")):
+        skill = evaluated(trained, tmp_path / kind, "--best", "--weights", kind)
+        assert set(skill["scores"]) == {"persistence", name, "climatology"} and skill["iteration"] == best
+    (newest, *_) = checkpoint.find(run / "checkpoints")
+    if json.loads((newest / "info.json").read_text())["iteration"] == best:
+        assert skill["scores"]["ema"] == result[1]["scores"]["ema"]
+
+
+def test_large_maps_are_thinned(trained, tmp_path):
+    with mock.patch("utils.forecast_data.LARGEST_MAP", 16):
+        evaluated(trained, tmp_path, "--stride", "10")
+    thin, whole = (np.load(path / "kept/000000.npz")["maps"] for path in (tmp_path, trained / "result"))
+    np.testing.assert_array_equal(thin[:, :, 0], whole[:, :, 0, ::2, ::2])
+    assert (tmp_path / "pictures/maps_u.png").exists()
 
 
 def test_a_model_that_does_not_forecast_its_input_takes_one_step(trained, tmp_path):

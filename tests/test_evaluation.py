@@ -1,6 +1,7 @@
 """An evaluation as a user meets it: its folder, after a kill, and what can be wrong."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,14 +13,21 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
+import torch
 
+import evaluate
 from tests.evaluations import NAMES, evaluated, flags, refused, write_climatology
-from tests.helpers import ROOT, STEP, clean_environment, fields, run_here, run_ranks, tiny_flags, write_file
+from tests.helpers import ROOT, STEP, call_here, clean_environment, fields, run_here, run_ranks, tiny_flags, write_file
 from utils import checkpoint
+from utils.config import Evaluation
 from utils.config_reader import load_evaluation
 from utils.era5 import Files
-from utils.evaluation import share_out
+from utils.evaluation import seen, share_out
+from utils.forecast_data import ForecastData
+from utils.forecast_store import ForecastStore
+from utils.frame_reader import ReadError
 from utils.launch import Ended
+from utils.run_folder import lock_run
 
 SIZE = 2 * 4 * 3 * 16 * 32 * 4 / 1e9  # GB of a forecast: models, steps, channels, rows, columns, bytes
 
@@ -82,9 +90,14 @@ def test_a_folder_of_something_else_is_left_alone(trained, tmp_path):
     evaluated(trained, tmp_path / "empty", "--stride", "10")
 
 
-@pytest.mark.parametrize("kind, size", [("zarr", "800k"), ("netcdf", "400k"), ("none", "400k"), ("none", "1000k")])
-def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kind, size):
-    """It fills while forecasts are made, or (`none`) with pictures, or TensorBoard's."""
+@pytest.mark.parametrize(
+    "kind, size, full",
+    [
+        ("zarr", "100k", "before"), ("zarr", "800k", "meanwhile"), ("netcdf", "400k", "meanwhile"),
+        ("none", "100k", "meanwhile"), ("none", "400k", "pictures"), ("none", "1000k", "TensorBoard"),
+    ],
+)  # fmt: skip
+def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kind, size, full):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o"]
@@ -99,12 +112,13 @@ def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kin
         assert f"rank 0: cannot write to {disk / 'out'} (" in told[0]
         assert ("is the disk full?" if kind == "netcdf" else "No space left on device") in told[0]
         there = len(list((disk / "out/kept").glob("*.npz")))
-        assert there == 19 if kind == "none" else 0 < there < 19
+        assert {"before": there == 0, "meanwhile": 0 < there < 19}.get(full, there == 19)
+        assert (disk / "out/logs").exists() == (full == "TensorBoard")
         subprocess.run(["mount", "-o", "remount,size=20m", disk], check=True)
         skill = evaluated(trained, disk / "out", "--forecasts", kind, "--local_batch_size", "2")
         assert skill["forecasts"] == 19
         log = (disk / "out/out.log").read_text()
-        assert f"({there} forecasts are there already)" in log
+        assert not there or f"({there} forecasts are there already)" in log
         if kind != "none":
             assert f"Forecasts to write: {19 - there}, up to {(19 - there) * SIZE:.3g} GB; free: 0.0" in log
     finally:
@@ -117,6 +131,27 @@ def test_a_log_without_a_progress_bar_says_how_far_it_is(trained, tmp_path):
     log = (tmp_path / "out/out.log").read_text()
     assert "1 of 3 batches of forecasts" in log and "2 of 3" in log
     assert f"Forecasts to write: 5, up to {5 * SIZE:.3g} GB; free: " in log
+
+
+def test_who_comes_second_changes_nothing(tmp_path):
+    """Two evaluations of other settings that begin in one folder at once, before and after the first writes."""
+    code = "import sys; from pathlib import Path; from utils.forecast_store import ForecastStore\n"
+    code += "ForecastStore(Path(sys.argv[1]), 3).open({'stride': 2})"
+    new, begun = (ForecastStore(tmp_path / name, 3) for name in ("new", "begun"))
+    new.folder.mkdir()
+    new.lock = lock_run(new.folder)
+    begun.open({"stride": 1})
+    for store in (new, begun):
+        there = {path: path.stat().st_mtime_ns for path in store.folder.iterdir()}
+        command = [sys.executable, "-c", code, store.folder]
+        done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True)
+        assert b"is in use by " in done.stderr
+        assert {path: path.stat().st_mtime_ns for path in store.folder.iterdir()} == there
+        store.close()
+    text = (begun.folder / "setting.json").read_text()
+    begun.open({"stride": 2})
+    assert (tmp_path / "begun.1/setting.json").read_text() == text
+    begun.close()
 
 
 def test_two_evaluations_do_not_share_a_folder(trained, tmp_path):
@@ -144,10 +179,10 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(trained, tmp_path
     results = run_ranks(2, ["-c", code, str(ROOT / "evaluate.py"), *argv])
     assert [done.returncode for done in results] == [75, 75], results[0].stderr
     there = len(list((tmp_path / "out/kept").glob("*.npz")))
-    assert 5 <= there < 19 and "Stopped by a signal" in results[0].stderr
+    assert there == 6 and "Stopped by a signal" in results[0].stderr
     results = run_ranks(2, [str(ROOT / "evaluate.py"), *argv])
     assert [done.returncode for done in results] == [0, 0], results[0].stderr
-    assert f"({there} forecasts are there already)" in results[0].stderr
+    assert "(6 forecasts are there already)" in results[0].stderr
     assert len(list((tmp_path / "out/kept").glob("*.npz"))) == 19
 
 
@@ -192,6 +227,26 @@ def test_other_channels_than_the_model_was_trained_on(trained, tmp_path):
     with h5py.File(tmp_path / "grid/2003.h5", "a") as file:
         file["longitude"] = np.arange(32) * 11.25 - 180
     assert "longitudes [-180.0, 168.75]" in refused([*argv, "--inf_data_path", str(tmp_path / "grid")])
+
+
+def test_other_statistics_than_the_model_was_trained_with(trained, tmp_path):
+    shutil.copytree(trained / "stats", tmp_path / "stats")
+    stds = np.load(tmp_path / "stats/global_stds.npy")
+    np.save(tmp_path / "stats/global_stds.npy", 1.01 * stds)
+    argv = flags(trained, "--out", str(tmp_path / "out"), "--data_dir", str(tmp_path))
+    assert "not the statistics that the model was trained with: give those" in refused(argv)
+    np.savez(tmp_path / "stats/global_stds.npz", stds)
+    more = ["--global_stds_path", str(tmp_path / "stats/global_stds.npz")]
+    assert "global_stds_path must be" in refused([*argv, *more])
+
+
+def test_exported_weights_are_asked_one_state_at_a_time_unless_told(trained, tmp_path):
+    weights = tmp_path / "weights.pt"
+    checkpoint.export(trained / "runs/tiny/1GPU/00", weights)
+    argv = ["--checkpoint", str(weights), "--yaml_config", str(trained / "tiny.yaml"), "--config", "tiny"]
+    for more, size in (([], 1), (["--data_dir", "None"], 1), (["--local_batch_size", "3"], 3)):
+        _, config, info, _ = load_evaluation([*argv, *more])
+        assert config.local_batch_size == size and info is None
 
 
 def test_files_without_time(trained, tmp_path):
@@ -253,6 +308,67 @@ def test_a_climatology_that_does_not_fit(trained, tmp_path):
     write_climatology(trained, other, u="x")
     assert "holds 90 days of the year" in refused(flags(trained, "--climatology", str(short)))
     assert "has no 'u' of [dayofyear, latitude, longitude]" in refused(flags(trained, "--climatology", str(other)))
+    for name, change, remedy in (
+        ("units", lambda usual: usual.u.attrs.update(units="knots"), "has u in knots, and the data in m s-1"),
+        ("grid", lambda usual: usual.update({"latitude": usual.latitude + 1}), "has another latitude than the data"),
+    ):
+        usual = write_climatology(trained, tmp_path / "good.nc")
+        change(usual)
+        usual.to_netcdf(tmp_path / f"{name}.nc")
+        assert remedy in refused(flags(trained, "--climatology", str(tmp_path / f"{name}.nc")))
+
+
+def test_a_climatology_that_cannot_be_read_to_its_end(trained, tmp_path):
+    usual = write_climatology(trained, tmp_path / "good.nc")
+    usual.to_zarr(tmp_path / "broken.zarr", zarr_format=2)
+    for path in (tmp_path / "broken.zarr/t").glob("[0-9]*"):
+        path.write_bytes(b"x")
+    usual.t[0] = np.nan
+    usual.to_netcdf(tmp_path / "gaps.nc")
+    for name, told in (("broken.zarr", "cannot read "), ("gaps.nc", "day 1 of the year is not finite everywhere")):
+        argv = flags(trained, "--climatology", str(tmp_path / name), "--out", str(tmp_path / "out"))
+        with pytest.raises(ReadError, match=told):
+            call_here(evaluate.main, argv)
+
+
+def test_the_nearest_hour_of_a_climatology_goes_round_midnight(trained, tmp_path):
+    usual = write_climatology(trained, tmp_path / "usual.nc")
+    _, config, info, _ = load_evaluation(flags(trained, "--climatology", str(tmp_path / "usual.nc")))
+    settings = Evaluation(lead_hours=24, climatology=str(tmp_path / "usual.nc"))
+    data = ForecastData(config, settings, torch.device("cpu"), info)
+    for date, day, hour in (("1970-02-01T22:00", 33, 0), ("1970-12-31T23:00", 1, 0), ("1971-01-03T08:00", 3, 6)):
+        expected = usual.sel(dayofyear=day, hour=hour).to_dataarray().values
+        seconds = int(np.datetime64(date, "s").astype(int))
+        np.testing.assert_array_equal(data.climate.at(seconds), expected)
+    data.close()
+
+
+def test_a_change_inside_of_a_folder_is_seen(tmp_path):
+    (tmp_path / "usual.zarr/u").mkdir(parents=True)
+    chunk = tmp_path / "usual.zarr/u/0.0.0"
+    chunk.write_bytes(b"1")
+    before = seen(tmp_path / "usual.zarr")
+    assert seen(tmp_path / "usual.zarr") == before
+    os.utime(chunk, ns=(0, chunk.stat().st_mtime_ns + 1))
+    assert seen(tmp_path / "usual.zarr") != before
+
+
+def test_without_intervals_nothing_is_said_of_them(trained, tmp_path):
+    evaluated(trained, tmp_path / "out", "--stride", "4", "--block_hours", "120")
+    log = (tmp_path / "out/out.log").read_text()
+    assert "There are no intervals: the forecasts make" in log and "below climatology's up to" in log
+    assert "whole interval" not in log
+
+
+def test_another_look_at_the_same_forecasts(trained, tmp_path):
+    """Another block or projection needs no new forecasts."""
+    first = evaluated(trained, tmp_path / "out", "--stride", "2")
+    dates = {path: path.stat().st_mtime_ns for path in (tmp_path / "out/kept").iterdir()}
+    second = evaluated(trained, tmp_path / "out", "--stride", "2", "--block_hours", "12")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out/kept").iterdir()} == dates
+    assert first["forecasts_drawn_together"] == 2 and second["forecasts_drawn_together"] == 1
+    values, others = (np.array(x["scores"]["model"]["rmse"]["cos"]["u"]) for x in (first, second))
+    assert (values[:, 0] == others[:, 0]).all() and (values[:, 1] != others[:, 1]).all()
 
 
 def most_memory(trained: Path, data: Path, out: Path) -> float:

@@ -7,7 +7,7 @@ reads it (NetCDF, Zarr): `pip install -r requirements-prepare.txt`.
 Shapes:  C channels   H W rows, columns
 """
 
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,8 +37,8 @@ class Climatology:
         self.fields, self.path = fields, path
         self.name = "time_means" if path is None else Path(path).name
         self.time_means = torch.from_numpy(fields.time_means.astype(np.float64)).to(fields.device)
-        # Forecasts of one batch ask for the same days, one step after the other.
-        self._read = lru_cache(maxsize=2 * fields.config.local_batch_size)(self._read_day)
+        # Forecasts of one batch ask for the same days, one step after the other. On the host, which has more room.
+        self._read = lru_cache(maxsize=fields.config.local_batch_size + 1)(self._read_day)
         if path is not None:
             self._open(path)
 
@@ -61,8 +61,8 @@ class Climatology:
                     f"{path} has no {name!r} of [dayofyear, latitude, longitude], each with its values: it holds "
                     f"{there}; give each channel a variable of its name"
                 )
-            other = dataset[name].attrs.get("units", units).replace("**", "")
-            if units and other != units:
+            here, other = (str(x).replace("**", "") for x in (units, dataset[name].attrs.get("units", units)))
+            if units and other != here:
                 raise ValueError(f"{path} has {name} in {other}, and the data in {units}: bring it to the same units")
         self.file = dataset
         self.dataset = dataset.sel(latitude=fields.latitude, longitude=fields.longitude, method="nearest")
@@ -79,17 +79,24 @@ class Climatology:
             self.file.close()
 
     def at(self, seconds: int | None) -> Tensor:
-        """Return it for a time, [C, H, W]. Raises ReadError where it is not finite."""
+        """Return it for a time, [C, H, W]. Raises ReadError where it cannot be read, or is not finite."""
         if self.path is None:
             return self.time_means
-        date = datetime.fromtimestamp(seconds, tz=timezone.utc)
-        return self._read(date.timetuple().tm_yday, date.hour if "hour" in self.dataset.dims else None)
+        date, hour = datetime.fromtimestamp(seconds, tz=timezone.utc), None
+        if "hour" in self.dataset.dims:  # the nearest one, which may be the first of the next day
+            away = [(h - date.hour + 12) % 24 - 12 for h in self.dataset.hour.values.tolist()]
+            date += timedelta(hours=min(away, key=abs))
+            hour = date.hour
+        return self._read(date.timetuple().tm_yday, hour).to(self.fields.device)
 
     def _read_day(self, day: int, hour: int | None) -> Tensor:
         where = {"dayofyear": day} | ({} if hour is None else {"hour": hour})
-        usual = self.dataset.sel(where, method="nearest")  # 365 where there is no 366, and the nearest hour
-        values = [usual[name].transpose("latitude", "longitude").values for name in self.fields.out_names]
+        usual = self.dataset.sel(where, method="nearest")  # 365 where there is no 366
+        try:
+            values = [usual[name].transpose("latitude", "longitude").values for name in self.fields.out_names]
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ReadError(f"cannot read {self.path} ({error}): copy it again") from None
         values = np.stack(values).astype(np.float64)
         if not np.isfinite(values).all():
             raise ReadError(f"{self.path}: day {day} of the year is not finite everywhere: fill it, or leave it out")
-        return torch.from_numpy(values).to(self.fields.device)
+        return torch.from_numpy(values)

@@ -13,6 +13,7 @@ import yaml
 
 from utils import checkpoint
 from utils.config import Config, Evaluation
+from utils.projections import find_projection
 
 YAML_CONFIG = "config/ViT.yaml"
 # Keys of the tutorial's YAML files that nothing here needs: accepted, and said. The optimiser is always Adam.
@@ -248,7 +249,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
         raise ValueError(f"best chooses among a run's checkpoints, and {source} is one thing: leave --best out")
     if source.is_file():
         section = given.get("config", FIELDS["config"].default)
-        config = load_config(["--yaml_config", yaml_config or YAML_CONFIG, "--config", section])[0]
+        config = load_config(["--yaml_config", yaml_config or YAML_CONFIG, "--config", section], chapter=3)[0]
     else:
         for name in ("config", "yaml_config"):
             if name in given or (name == "yaml_config" and yaml_config):
@@ -261,12 +262,13 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
     config = replace(config, **defaults, **{name: FIELDS[name].default for name in LEFT_OUT})
     if source.is_file():
         config = replace(config, init_from=str(source))
-    if "data_dir" in given:
+    if given.get("data_dir") is not None:
         before = config.data_dir or "/data"
         moved = _move_data(config, given["data_dir"], before)
         if given["data_dir"] != before and moved == replace(config, data_dir=given["data_dir"]):
             remarks.append(f"data_dir changes nothing: no path of the training begins with {before}")
         config = moved
-    given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or config.global_batch_size
+    given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or 1
     config = replace(config, **{name: x for name, x in given.items() if name in FIELDS})
+    find_projection(evaluation.projection)  # before any library opens a climatology
     return replace(evaluation, checkpoint=str(source)), config, info, remarks

@@ -175,7 +175,7 @@ def load_stats(path: str, shapes: list[tuple[int, ...]], key: str) -> np.ndarray
     Raises ValueError for a missing file, another shape, or values that are not finite.
     """
     try:
-        array = np.load(path)
+        array = np.asarray(np.load(path))  # an archive of several has no shape
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"cannot read {path!r} ({type(error).__name__}): check --{key}") from None
     if array.shape not in shapes:

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from utils import checkpoint
 from utils.config import Config, Evaluation
-from utils.era5 import stamp
 from utils.forecast_data import ForecastData
 from utils.forecast_store import ForecastStore
 from utils.forecast_writer import open_writer
@@ -24,27 +23,29 @@ from utils.launch import STOPPED, Ended, World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
 from utils.stop import StopRequests
 
-FORMAT = 1  # of what is kept of a forecast
+FORMAT = 2  # of what is kept of a forecast
 SAID_EVERY = 60  # seconds, where no progress bar is seen
 
 # Keys of a configuration that do not change a forecast, or that the setting has in another form.
 IRRELEVANT = ("local_batch_size", "global_batch_size", "comm_timeout", "expandable_segments", "data_dir", "device")
 
 
-class EvaluationFolder:
-    """Where an evaluation keeps what it finds; an evaluation of the same setting goes on where one was ended.
+class EvaluationRun:
+    """Makes the forecasts that are not there yet, and judges all; an evaluation of the same setting goes on.
 
     Args:
+        settings: what is evaluated, and how.
         info: of the checkpoint; None for exported weights.
         models: the names of the models.
         remarks: for the log.
 
-    Raises Refused for a folder that cannot be used, and where ranks found different checkpoints.
+    Raises Refused for a folder that cannot be used, and where ranks found different checkpoints. WriteError where
+    the folder cannot be written any more.
     """
 
     def __init__(
         self,
-        evaluation: Evaluation,
+        settings: Evaluation,
         config: Config,
         info: dict[str, Any] | None,
         data: ForecastData,
@@ -52,28 +53,29 @@ class EvaluationFolder:
         world: World,
         remarks: list[str],
     ):
-        self.evaluation, self.config, self.info, self.data, self.models = evaluation, config, info, data, models
-        self.world, self.folder = world, results_folder(evaluation)
+        self.settings, self.config, self.info, self.data, self.models = settings, config, info, data, models
+        self.sources = ["persistence", *models, "climatology"]  # of forecasts, in the order of their scores
+        self.world, self.folder = world, results_folder(settings)
         self.store = ForecastStore(self.folder, len(data))
         self.handlers: list[logging.Handler] = []
-        found = [[evaluation.checkpoint, []]]
+        self._compare_checkpoints()
+        left: list[Any] = [None]
         with all_ranks_agree():
-            writer = open_writer(evaluation.forecasts, self.folder, data, evaluation.checkpoint)
+            writer = open_writer(settings.forecasts, self.folder, data, settings.checkpoint)
             if world.rank == 0:
                 self.store.open(self._setting())
                 self.handlers = open_log(self.folder / "out.log")
-                found[0][1] = self.store.missing()
-                if writer and len(found[0][1]) == len(data):
-                    writer.prepare(models)
-                self._describe(len(found[0][1]), remarks)
-        dist.broadcast_object_list(found)
-        (first, self.left) = found[0]
-        other = evaluation.checkpoint != first  # a training that goes on may write one meanwhile
-        share_error(f"the newest checkpoint is {evaluation.checkpoint}, on rank 0 {first}: name one" if other else None)
+                left = [self.store.missing()]
+                self._describe(len(left[0]), remarks)
+        if world.rank == 0 and writer and len(left[0]) == len(data):
+            with self.store.writing():
+                writer.prepare(models)
+        dist.broadcast_object_list(left)
+        self.left = left[0]
         self.judge = Judge(data, self.store, writer)
         self.requests = StopRequests(None, None, config.longest_wait)
 
-    def __enter__(self) -> "EvaluationFolder":
+    def __enter__(self) -> "EvaluationRun":
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -82,7 +84,7 @@ class EvaluationFolder:
         close_log(self.handlers)
 
     def batches(self) -> Iterator[list[int]]:
-        """Yield the forecasts that this rank makes. The ranks go on together, from batch to batch.
+        """Yield the forecasts that this rank makes, by number. The ranks go on together, from batch to batch.
 
         Raises Ended, on all ranks, where a signal asked one of them to stop.
         """
@@ -95,14 +97,10 @@ class EvaluationFolder:
             if bar.disable and self.world.rank == 0 and time.monotonic() - said > SAID_EVERY:  # the log of a job
                 logging.info("%d of %d batches of forecasts", i, rounds)
                 said = time.monotonic()
-            if self.requests.agree()[0]:
-                if self.world.rank == 0:
-                    logging.info("Stopped by a signal: the same command goes on from here")
-                raise Ended(STOPPED)
+            self._stop_if_asked()
             if i < len(mine):
                 yield mine[i]
-        self.requests.close()
-        dist.barrier()
+        self._stop_if_asked()  # and all ranks have kept their forecasts
 
     def finish(self) -> None:
         """Make scores and pictures, on rank 0, of the forecasts of all ranks. Raises WriteError."""
@@ -112,20 +110,30 @@ class EvaluationFolder:
             with self.store.writing():
                 report(self)
 
+    def _stop_if_asked(self) -> None:
+        if self.requests.agree_now():
+            if self.world.rank == 0:
+                logging.info("Stopped by a signal: the same command goes on from here")
+            raise Ended(STOPPED)
+
+    def _compare_checkpoints(self) -> None:
+        """Raise Refused where ranks found different ones: a training that goes on may have written one meanwhile."""
+        mine = self.settings.checkpoint
+        first = [mine]
+        dist.broadcast_object_list(first)
+        share_error(f"the newest checkpoint is {mine}, on rank 0 {first[0]}: name one" if mine != first[0] else None)
+
     def _describe(self, left: int, remarks: list[str]) -> None:
-        data, evaluation = self.data, self.evaluation
+        data, settings = self.data, self.settings
         there = len(data) - left
         for remark in (*remarks, data.warning):
             if remark:
                 logging.info(remark)
         after = f", after {self.info['iteration']} iterations" if self.info else ""
-        logging.info("Model: %s%s", evaluation.checkpoint, after)
-        logging.info(
-            "Forecasts: %d, from %s to %s, %g h in %d step(s) of %s",
-            *(len(data), data.date(0), data.date(len(data) - 1), data.lead_hours[-1], data.steps, data.hours),
-        )
+        logging.info("Model: %s%s", settings.checkpoint, after)
+        logging.info("%s, %g h in %d step(s) of %s", data.period, data.lead_hours[-1], data.steps, data.hours)
         logging.info("Results: %s%s", self.folder, f" ({there} forecasts are there already)" if there else "")
-        if evaluation.forecasts != "none":
+        if settings.forecasts != "none":
             size = 4 * left * len(self.models) * data.steps * len(data.out_names) * math.prod(data.img_size)
             logging.info(
                 "Forecasts to write: %d, up to %.3g GB; free: %.3g GB",
@@ -134,32 +142,39 @@ class EvaluationFolder:
 
     def _setting(self) -> dict[str, Any]:
         """Return what decides the results."""
-        config, evaluation, data = self.config, self.evaluation, self.data
+        config, settings, data = self.config, self.settings, self.data
         keys = {n: x for n, x in dataclasses.asdict(config).items() if n not in IRRELEVANT and not n.endswith("_path")}
         names = ("global_means_path", "global_stds_path", "time_means_path", "time_diff_stds_path")
         statistics = [path for name in names if (path := getattr(config, name)) is not None]
-        source, climatology = Path(evaluation.checkpoint), evaluation.climatology
+        source = Path(settings.checkpoint)
         return {
             "format": FORMAT,
             "torch": torch.__version__,
-            "checkpoint": [str(source), *stamp(source / checkpoint.INFO if source.is_dir() else source)],
+            "checkpoint": [str(source), *seen(source / checkpoint.INFO if source.is_dir() else source)[1:]],
             "models": self.models,
-            "files": [[str(Path(path).resolve()), *seen] for path, seen in zip(data.files.paths, data.files.stamps)],
-            "statistics": [[str(Path(path).resolve()), *stamp(path)] for path in statistics],
-            "climatology": climatology and [str(Path(climatology).resolve()), *stamp(climatology)],
+            "files": [[str(Path(path).resolve()), *stamp] for path, stamp in zip(data.files.paths, data.files.stamps)],
+            "statistics": [seen(path) for path in statistics],
+            "climatology": settings.climatology and seen(settings.climatology),
             "lead_hours": data.lead_hours,
-            "stride": evaluation.stride,
-            "forecasts": evaluation.forecasts,
+            "stride": settings.stride,
+            "forecasts": settings.forecasts,
             "device": data.device.type,
             "configuration": keys,
         }
 
 
-def results_folder(evaluation: Evaluation) -> Path:
+def seen(path: str | Path) -> list[str | int]:
+    """Return where a file lies, and what changes when it does; also of a folder of files, as Zarr writes them."""
+    status = [file.stat() for file in Path(path).rglob("*") if file.is_file()] or [Path(path).stat()]
+    total, newest = sum(one.st_size for one in status), max(one.st_mtime_ns for one in status)
+    return [str(Path(path).resolve()), len(status), total, newest]
+
+
+def results_folder(settings: Evaluation) -> Path:
     """Return where the results go."""
-    if evaluation.out is not None:
-        return Path(evaluation.out).resolve()
-    source = Path(evaluation.checkpoint)
+    if settings.out is not None:
+        return Path(settings.out).resolve()
+    source = Path(settings.checkpoint)
     if source.is_dir():
         in_run = source.parent.name == "checkpoints"  # <run>/checkpoints/00000128
         return source.parent.parent / "evaluation" if in_run else source.with_name(f"{source.name}_evaluation")

@@ -18,34 +18,29 @@ from utils.frame_reader import FrameReader, OpenFiles, ReadError
 from utils.weather_fields import WeatherFields
 
 SHOWN_HOURS = (24, 72)
+LARGEST_MAP = 720  # columns
 
 
 class ForecastData(WeatherFields):
     """The files of `inf_data_path`, as forecasts of a model and the truth beside them.
 
     Args:
-        evaluation: says how far forecasts go, where they begin, and from what anomalies are counted.
-        trained: what the training files held, as its checkpoints tell (`description`); None where nobody knows.
+        settings: says how far forecasts go, where they begin, and from what anomalies are counted.
+        info: of the checkpoint, which tells what the training files held; None where nobody knows.
 
     Raises ValueError, in one line with the remedy, where the files do not fit the model, and where they are too short.
     """
 
-    def __init__(self, config: Config, evaluation: Evaluation, device: torch.device, trained: dict | None = None):
+    def __init__(self, config: Config, settings: Evaluation, device: torch.device, info: dict | None = None):
         if config.inf_data_path is None:
             raise ValueError("inf_data_path is None: give the folder of the files to forecast from (--inf_data_path)")
         files = self.files = Files.open(config.inf_data_path, "check --data_dir or --inf_data_path")
         super().__init__(config, files, device)
-        here = self.description
-        for what, there in (trained or {}).items():
-            if here[what] != there and None not in (here[what], there):
-                raise ValueError(
-                    f"{files.paths[0]} has the {what} {here[what]}, and the model was trained on {there}: "
-                    f"give files of the same kind (--inf_data_path)"
-                )
-        self.steps = round(evaluation.lead_hours / self.step_hours)
-        if self.steps < 1 or not math.isclose(self.steps * self.step_hours, evaluation.lead_hours, rel_tol=1e-4):
+        self._compare((info or {}).get("data", {}))
+        self.steps = round(settings.lead_hours / self.step_hours)
+        if self.steps < 1 or not math.isclose(self.steps * self.step_hours, settings.lead_hours, rel_tol=1e-4):
             raise ValueError(
-                f"lead_hours is {evaluation.lead_hours:g}, and the model's step is {self.hours}: take a multiple of it"
+                f"lead_hours is {settings.lead_hours:g}, and the model's step is {self.hours}: take a multiple of it"
             )
         if self.has_time and any(times is None for times in files.times):
             raise ValueError(
@@ -60,31 +55,53 @@ class ForecastData(WeatherFields):
         # The next input's channels among those of a forecast.
         places = [self.out_names.index(name) for name in self.in_names] if self.steps > 1 else []
         self.feedback = torch.tensor(places, dtype=torch.int64, device=device)
+        self.map_stride = -(-self.img_size[1] // LARGEST_MAP)  # of the rows and columns that maps show
         # What is shown in pictures and as spectra: the first step, the last one, and some between.
         shown = (k for k, hours in enumerate(self.lead_hours) if hours in SHOWN_HOURS)
         self.shown_steps = sorted({0, self.steps - 1, *shown})
-        self.stretches = files.stretches(config.dt, self.steps)[:: evaluation.stride]
+        self.stretches = files.stretches(config.dt, self.steps)[:: settings.stride]
         if not len(self.stretches):
             raise ValueError(
                 f"{config.inf_data_path} holds no {self.steps * config.dt + 1} steps in a row (files of "
-                f"{', '.join(map(str, files.steps[:5]))} steps), and {evaluation.lead_hours:g} h take as many: "
+                f"{', '.join(map(str, files.steps[:5]))} steps), and {settings.lead_hours:g} h take as many: "
                 f"lower --lead_hours, or give longer files"
             )
         opened, (rows, columns) = OpenFiles(files), self.img_size
         self.readers = [FrameReader(files, c, range(rows), columns, opened) for c in (self.inputs, self.outputs)]
         self.ahead = ThreadPoolExecutor(1, "reading")
-        self.climate = Climatology(self, evaluation.climatology)
+        self.climate = Climatology(self, settings.climatology)
         stats = (x[self.outputs].astype(np.float64) for x in (self.means, self.stds))
-        self.mean, self.std = (torch.from_numpy(x).to(device).view(-1, 1, 1) for x in stats)
+        self.out_mean, self.out_std = (torch.from_numpy(x).to(device).view(-1, 1, 1) for x in stats)
 
     def __len__(self) -> int:
         """The number of forecasts, N."""
         return len(self.stretches)
 
     def close(self) -> None:
-        """Close the files."""
+        """End the thread that reads, and close the climatology."""
         self.ahead.shutdown()
         self.climate.close()
+
+    def _compare(self, trained: dict) -> None:
+        """Raise ValueError where the training files held something else than these."""
+        here = self.description
+        for what, there in trained.items():
+            if here[what] == there or None in (here[what], there):
+                continue
+            if what == "statistics":
+                raise ValueError(
+                    f"{self.config.global_means_path} and its neighbours are not the statistics that the model was "
+                    f"trained with: give those (--global_means_path, --global_stds_path, or --data_dir)"
+                )
+            raise ValueError(
+                f"{self.files.paths[0]} has the {what} {here[what]}, and the model was trained on {there}: "
+                f"give files of the same kind (--inf_data_path)"
+            )
+
+    @property
+    def period(self) -> str:
+        """How many forecasts there are, and when they begin."""
+        return f"{len(self)} forecasts that start from {self.date(0)} to {self.date(len(self) - 1)}"
 
     def date(self, forecast: int, k: int = 0) -> str:
         """Return the date that a forecast starts from, or that its k-th step is for."""
@@ -136,4 +153,4 @@ class ForecastData(WeatherFields):
 
     def in_units(self, forecast: Tensor) -> Tensor:
         """Return normalised forecasts [B, C_out, H, W] in units, in float32: what is written, and what is judged."""
-        return (forecast.double() * self.std + self.mean).float()
+        return (forecast.double() * self.out_std + self.out_mean).float()

@@ -18,11 +18,13 @@ from typing import Any, TextIO
 import numpy as np
 
 from utils.launch import WriteError
-from utils.run_folder import lock_run, whoami
+from utils.run_folder import lock_run, rename_aside, whoami
+
+BEGUN = {"lock", "setting.part"}  # what may be there before there is a setting
 
 
 class ForecastStore:
-    """The folder of an evaluation of `forecasts` forecasts."""
+    """What is kept of `forecasts` forecasts, in the folder of an evaluation."""
 
     def __init__(self, folder: Path, forecasts: int):
         self.folder, self.kept, self.forecasts = folder, folder / "kept", forecasts
@@ -35,29 +37,28 @@ class ForecastStore:
         """
         text, path = json.dumps(setting, indent=1) + "\n", self.folder / "setting.json"
         try:
-            if path.exists():
-                self.lock = self._lock()
-                if path.read_text() != text:
-                    names = (self.folder.with_name(f"{self.folder.name}.{n}") for n in range(1, 10**6))
-                    self.folder.rename(next(name for name in names if not name.exists()))
-                    self.close()
-            elif self.folder.exists() and any(other != path.with_suffix(".part") for other in self.folder.iterdir()):
+            if not path.exists() and self.folder.exists() and {x.name for x in self.folder.iterdir()} - BEGUN:
                 raise ValueError(f"{self.folder} holds other files than an evaluation's: choose another with --out")
+            self._take()
+            if path.exists() and path.read_text() != text:
+                rename_aside(self.folder)
+                self.close()
+                self._take()
             if not path.exists():
-                self.folder.mkdir(parents=True, exist_ok=True)
                 part = path.with_suffix(".part")
                 part.write_text(text)
                 part.rename(path)
-            self.kept.mkdir(exist_ok=True)
-            self.lock = self.lock or self._lock()  # once: who closes a file loses all locks that it has on it
-            if path.read_text() != text:
+            elif path.read_text() != text:
                 raise ValueError(f"{self.folder} was begun by another evaluation just now: choose another with --out")
+            self.kept.mkdir(exist_ok=True)
             (self.folder / "owner").write_text(whoami())
         except OSError as error:
             raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another with --out") from None
 
-    def _lock(self) -> TextIO:
-        return lock_run(self.folder, "choose another folder with --out")
+    def _take(self) -> None:
+        """Make the folder where it is not there, and lock it; once: who closes a file loses all locks on it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_run(self.folder, "choose another folder with --out")
 
     def close(self) -> None:
         """Leave the folder to others."""

@@ -52,7 +52,7 @@ class ForecastWriter:
     def finish(self, n: int) -> None:
         """Forecast n is complete."""
 
-    def frame(self, numbers: list[int]) -> "xarray.Dataset":
+    def axes(self, numbers: list[int]) -> "xarray.Dataset":
         """Return the axes of forecasts."""
         import xarray
 
@@ -97,7 +97,7 @@ class NetcdfWriter(ForecastWriter):
 
         part = self._path(n, model).with_suffix(".part")
         part.parent.mkdir(parents=True, exist_ok=True)
-        self.frame([n]).to_netcdf(part, encoding=ENCODING, engine="netcdf4")
+        self.axes([n]).to_netcdf(part, encoding=ENCODING, engine="netcdf4")
         file = netCDF4.Dataset(part, "a")
         for name, units in zip(self.data.out_names, self.data.units):
             file.createVariable(name, "f4", DIMS, fill_value=np.float32(np.nan)).units = units
@@ -125,10 +125,10 @@ class ZarrWriter(ForecastWriter):
     def prepare(self, models: list[str]) -> None:
         import zarr
 
-        frame = self.frame(list(range(len(self.data))))
-        shape = tuple(frame.sizes[dim] for dim in DIMS)
+        axes = self.axes(list(range(len(self.data))))
+        shape = tuple(axes.sizes[dim] for dim in DIMS)
         for model in models:
-            frame.to_zarr(self._path(model), mode="w", encoding=ENCODING, consolidated=False, zarr_format=2)
+            axes.to_zarr(self._path(model), mode="w", encoding=ENCODING, consolidated=False, zarr_format=2)
             group = zarr.open_group(self._path(model), mode="r+")
             for name, units in zip(self.data.out_names, self.data.units):
                 group.create_array(

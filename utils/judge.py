@@ -15,8 +15,6 @@ from utils.forecast_writer import ForecastWriter
 from utils.skill import moments, row_weights
 from utils.spectra import zonal_spectrum
 
-LARGEST_MAP = 720  # columns
-
 
 class Judge:
     """Keeps of each forecast its moments, its spectra at some lead times, and of the first one also its maps.
@@ -61,6 +59,6 @@ class Judge:
             spectra = [zonal_spectrum(x.double(), self.weights[:, 0]) for x in (true, *forecasts.values())]
             kept["spectra"].append(torch.stack(spectra).cpu().numpy())
         if n == 0:
-            every = -(-truth.shape[-1] // LARGEST_MAP)
+            every = data.map_stride
             maps = [x[data.plot_channels, ::every, ::every].float() for x in (truth, *forecasts.values())]
             kept["maps"].append(torch.stack(maps).cpu().numpy())

@@ -22,16 +22,14 @@ class Maps:
     """Draws fields of a grid.
 
     Args:
-        shape: rows and columns of the fields; every so-many-th of the data's may have been left out.
         projection: `plain`, or the name of a class of cartopy.crs.
 
     Raises ValueError where cartopy is needed and not installed, and for a name that it does not know.
     """
 
-    def __init__(self, data: ForecastData, shape: tuple[int, int], projection: str = "plain"):
+    def __init__(self, data: ForecastData, projection: str = "plain"):
         self.data = data
-        every = -(-len(data.longitude) // shape[1])
-        self.latitude, self.longitude = data.latitude[::every], data.longitude[::every]
+        self.latitude, self.longitude = (x[:: data.map_stride] for x in (data.latitude, data.longitude))
         self.projection, self.transform = find_projection(projection)
 
     def subplots(self, figure: Figure, rows: int, columns: int) -> np.ndarray:

@@ -71,14 +71,18 @@ def make_run_folder(config: Config, name: str) -> Path:
     try:
         if path.exists():
             lock_run(path).close()
-            aside = next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists())
-            path.rename(aside)
+            rename_aside(path)
         (path / "logs").mkdir(parents=True)
     except OSError as error:
         raise ValueError(
             f"cannot write the run folder {path} ({error.strerror}): choose another --expdir, or --run_num"
         ) from None
     return path
+
+
+def rename_aside(path: Path) -> None:
+    """Rename a folder to the first free of `<name>.1`, `<name>.2`, ..."""
+    path.rename(next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists()))
 
 
 def lock_run(path: Path, remedy: str = "choose another --run_num") -> TextIO:

@@ -18,7 +18,6 @@ from utils.metrics import latitude_weights
 
 MOMENTS = ("e", "ee", "a", "aa", "ab", "b", "bb")
 WEIGHTINGS = ("cos", "area")
-SCORES = ("rmse", "mean_rmse", "bias", "acc", "activity", "truth_activity", "rmse_over_persistence")
 RESAMPLES = 1000
 INTERVAL = 0.95
 CHUNK = 64  # forecasts that are added up at once
@@ -62,7 +61,7 @@ def moments(forecast: Tensor, truth: Tensor, climatology: Tensor, weights: Tenso
 def scores(moments: np.ndarray) -> dict[str, np.ndarray]:
     """Return what is averaged over forecasts for each score, [...]; `moments` are [..., M].
 
-    `rmse` is the mean square still (see `finish`).
+    `rmse` is the square still: its root comes after the mean.
     """
     e, ee, a, aa, ab, b, bb = np.moveaxis(moments, -1, 0)
     with np.errstate(invalid="ignore"):  # climatology has no anomaly, and no correlation
@@ -76,11 +75,6 @@ def scores(moments: np.ndarray) -> dict[str, np.ndarray]:
         "activity": spread,
         "truth_activity": truth,
     }
-
-
-def finish(score: str, mean: np.ndarray) -> np.ndarray:
-    """Return a score of the mean over forecasts of what `scores` gives."""
-    return np.sqrt(mean) if score == "rmse" else mean
 
 
 def resampled_counts(forecasts: int, block: int, seed: int = 0) -> np.ndarray:
@@ -118,7 +112,8 @@ def summarise(kept: Iterable[np.ndarray], forecasts: int, block: int) -> dict[st
         for name, values in scores(moments).items():
             part = (drawn @ values.reshape(len(values), -1)).reshape(-1, *values.shape[1:])
             sums[name] = sums[name] + part if name in sums else part
-    means = {name: finish(name, total / forecasts) for name, total in sums.items()}
+    means = {name: total / forecasts for name, total in sums.items()}
+    means["rmse"] = np.sqrt(means["rmse"])
     means["rmse_over_persistence"] = means["rmse"] / means["rmse"][:, :, :1]
     found = {name: _with_interval(values) for name, values in means.items()}
     if forecasts < 3 * block:

@@ -17,38 +17,35 @@ from utils.plots import label
 from utils.skill import INTERVAL
 
 if TYPE_CHECKING:
-    from utils.evaluation import EvaluationFolder
+    from utils.evaluation import EvaluationRun
 
 COLOURS = {
-    "truth": "black",
     "persistence": "tab:gray",
     "climatology": "tab:green",
     "model": "tab:blue",
     "ema": "tab:orange",
 }
-LINES = {"ema": "--"} | dict.fromkeys(("truth", "persistence", "climatology", "model"), "-")
+LINES = {"ema": "--"} | dict.fromkeys(("persistence", "climatology", "model"), "-")
 
 
-def draw_all(evaluation: "EvaluationFolder", sources: list[str], results: dict, spectra: np.ndarray) -> list[Path]:
+def draw_all(run: "EvaluationRun", results: dict, spectra: np.ndarray) -> list[Path]:
     """Draw everything below `pictures/`, and return the paths.
 
     Args:
-        sources: persistence, the models, climatology.
         results: of `skill.summarise`.
         spectra: the mean power of the truth, persistence and the models, [lead times, S, C, wavenumbers].
     """
-    data, folder, source = evaluation.data, evaluation.folder / "pictures", evaluation.models[0]
+    data, folder, source = run.data, run.folder / "pictures", run.models[0]
     folder.mkdir(exist_ok=True)
-    fields = evaluation.store.read(0, "maps")  # [K; truth, persistence and models; C shown, H, W]
-    maps = Maps(data, fields.shape[-2:], evaluation.evaluation.projection)
+    fields = run.store.read(0, "maps")  # [K; truth, persistence and models; C shown, H, W]
+    maps = Maps(data, run.settings.projection)
     figures: dict[str, Figure] = {}
     for i, c in enumerate(data.plot_channels):
         name, truths, forecasts = data.out_names[c], fields[:, 0, i], fields[:, 2, i]
-        figures[f"skill_{name}"] = skill_figure(data, c, sources, results)
+        figures[f"skill_{name}"] = skill_figure(data, c, run.sources, results)
         figures[f"maps_{name}"] = maps.figure(c, data.shown_steps, forecasts, truths, source)
-        names = ["truth", *sources[1:-1]]
-        figures[f"spectra_{name}"] = spectra_figure(data, c, names, data.shown_steps, spectra[:, :, c])
-    for s, model in enumerate(evaluation.models, 1):
+        figures[f"spectra_{name}"] = spectra_figure(data, c, run.models, np.delete(spectra[:, :, c], 1, axis=1))
+    for s, model in enumerate(run.models, 1):
         figures[f"scorecard_{model}"] = scorecard_figure(data, model, results["rmse_over_persistence"][:, :, s, :, 0])
     paths = [folder / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values()):
@@ -84,27 +81,25 @@ def skill_figure(data: ForecastData, c: int, sources: list[str], results: dict) 
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False)
     figure.suptitle(
-        f"{data.out_names[c]}: {len(data)} forecasts that start from {data.date(0)} to {data.date(len(data) - 1)}; "
-        f"bands hold {INTERVAL:.0%}",
+        f"{data.out_names[c]}: {data.period}; bands hold {INTERVAL:.0%}",
         fontsize=10,
     )
     return figure
 
 
-def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int], spectra: np.ndarray) -> Figure:
+def spectra_figure(data: ForecastData, c: int, models: list[str], spectra: np.ndarray) -> Figure:
     """Draw the power of forecasts at each scale, and as a part of the truth's.
 
     Args:
-        names: the truth and the models.
-        spectra: [lead times, S, wavenumbers]; persistence lies between the truth and the models.
+        spectra: of the truth and the models at the lead times shown, [lead times, S, wavenumbers].
     """
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    steps, figure = data.shown_steps, Figure(figsize=(11, 4.2), layout="constrained")
     axes = figure.subplots(1, 2)
     waves = slice(1, (len(data.longitude) + 1) // 2)  # the last one of an even number stands for itself alone
     wavenumbers = np.arange(waves.start, waves.stop)
-    shown = spectra[:, [0, *range(2, 1 + len(names))]][..., waves]  # persistence is left out
+    shown = spectra[..., waves]
     axes[0].loglog(wavenumbers, shown[-1, 0], color="black", label="truth")
-    for s, name in enumerate(names[1:], 1):
+    for s, name in enumerate(models, 1):
         for i, k in enumerate(steps):
             style = {
                 "color": COLOURS[name],
@@ -122,8 +117,7 @@ def spectra_figure(data: ForecastData, c: int, names: list[str], steps: list[int
         one.set(xlabel="zonal wavenumber (waves along a circle of latitude)")
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
-    begin = f"{data.date(0)} to {data.date(len(data) - 1)}"
-    figure.suptitle(f"{data.out_names[c]}: mean over {len(data)} forecasts that start from {begin}", fontsize=10)
+    figure.suptitle(f"{data.out_names[c]}: mean over {data.period}", fontsize=10)
     return figure
 
 
@@ -140,7 +134,7 @@ def scorecard_figure(data: ForecastData, model: str, ratio: np.ndarray) -> Figur
     image = axes.imshow(value, cmap="RdBu_r", norm=LogNorm(0.5, 2), aspect="auto")
     for c in range(C):
         for k in range(K):
-            doubt = not (high[c, k] < 1 or low[c, k] > 1)
+            doubt = low[c, k] <= 1 <= high[c, k]
             text = f"({value[c, k]:.2f})" if doubt else f"{value[c, k]:.2f}"
             colour = "white" if abs(np.log(value[c, k])) > 0.45 else "black"  # on dark blue and red
             axes.text(k, c, text, ha="center", va="center", fontsize=7, color=colour)
@@ -149,10 +143,6 @@ def scorecard_figure(data: ForecastData, model: str, ratio: np.ndarray) -> Figur
     axes.set(xlabel="lead time [h]")
     bar = figure.colorbar(image, ax=axes, ticks=[0.5, 0.7, 1, 1.4, 2], format="%g", extend="both", pad=0.01)
     bar.ax.minorticks_off()
-    axes.set_title(
-        f"{model}: RMSE over persistence's, {len(data)} forecasts that start from {data.date(0)} to "
-        f"{data.date(len(data) - 1)}\n"
-        f"blue is better; in brackets where the {INTERVAL:.0%} interval holds 1",
-        fontsize=9,
-    )
+    brackets = f"; in brackets where the {INTERVAL:.0%} interval holds 1" if np.isfinite(low).any() else ""
+    axes.set_title(f"{model}: RMSE over persistence's, {data.period}\nblue is better{brackets}", fontsize=9)
     return figure

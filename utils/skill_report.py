@@ -17,48 +17,48 @@ import matplotlib.image
 import numpy as np
 
 from utils.plots import label
-from utils.skill import INTERVAL, RESAMPLES, SCORES, WEIGHTINGS, summarise
+from utils.skill import INTERVAL, RESAMPLES, WEIGHTINGS, summarise
 from utils.skill_plots import draw_all
 from utils.tensorboard import SummaryWriter
 
 FEW_BLOCKS = 10  # below this intervals are said to be rough
 
 if TYPE_CHECKING:
-    from utils.evaluation import EvaluationFolder
+    from utils.evaluation import EvaluationRun
 
 
-def report(evaluation: "EvaluationFolder") -> None:
+def report(run: "EvaluationRun") -> None:
     """Write everything that is made of the forecasts kept."""
-    data, store, folder = evaluation.data, evaluation.store, evaluation.folder
-    sources = ["persistence", *evaluation.models, "climatology"]
-    _warn_of_nonfinite(evaluation)
-    results = summarise(store.all("moments"), len(data), block(evaluation))
+    data, store, folder = run.data, run.store, run.folder
+    _warn_of_nonfinite(run)
+    block = block_size(run)
+    results = summarise(store.all("moments"), len(data), block)
     spectra = sum(store.all("spectra")) / len(data)
-    _write_json(evaluation, sources, results, spectra)
-    _write_csv(evaluation, sources, results)
-    _log(evaluation, sources, results)
+    _write_json(run, results, spectra, block)
+    _write_csv(run, results)
+    _log(run, results, block)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of each animation
-    pictures = draw_all(evaluation, sources, results, spectra)
-    _show(evaluation, sources, results, pictures)
+    pictures = draw_all(run, results, spectra)
+    _show(run, results, pictures)
     for path in (folder / "skill.json", folder / "skill.csv", *pictures):
         logging.info("  %s", path)
 
 
-def block(evaluation: "EvaluationFolder") -> int:
+def block_size(run: "EvaluationRun") -> int:
     """Return how many forecasts that follow each other the bootstrap draws together."""
-    data = evaluation.data
+    data = run.data
     if not data.has_time or len(data) < 2:
-        hours = data.step_hours / data.config.dt * evaluation.evaluation.stride
+        hours = data.step_hours / data.config.dt * run.settings.stride
     else:
         hours = float(np.median(np.diff([data.seconds(n) for n in range(len(data))]))) / 3600
-    return min(max(1, round(evaluation.evaluation.block_hours / hours)), len(data))
+    return min(max(1, round(run.settings.block_hours / hours)), len(data))
 
 
-def _warn_of_nonfinite(evaluation: "EvaluationFolder") -> None:
+def _warn_of_nonfinite(run: "EvaluationRun") -> None:
     """Log which models broke down: what is not finite in one forecast is so in the mean of all."""
-    data = evaluation.data
-    for s, name in enumerate(evaluation.models, 1):
-        bad = [(n, k) for n, kept in enumerate(evaluation.store.all("moments")) for k in _bad_steps(kept[:, s])[:1]]
+    data = run.data
+    for s, name in enumerate(run.models, 1):
+        bad = [(n, k) for n, kept in enumerate(run.store.all("moments")) for k in _bad_steps(kept[:, s])[:1]]
         if bad:
             n, k = bad[0]
             logging.warning(
@@ -72,11 +72,11 @@ def _bad_steps(moments: np.ndarray) -> np.ndarray:
     return np.flatnonzero(~np.isfinite(moments).all(axis=(1, 2, 3)))
 
 
-def _write_json(evaluation: "EvaluationFolder", sources: list[str], results: dict, spectra: np.ndarray) -> None:
-    data = evaluation.data
+def _write_json(run: "EvaluationRun", results: dict, spectra: np.ndarray, block: int) -> None:
+    data = run.data
     text = {
-        "checkpoint": evaluation.evaluation.checkpoint,
-        "iteration": evaluation.info and evaluation.info["iteration"],
+        "checkpoint": run.settings.checkpoint,
+        "iteration": run.info and run.info["iteration"],
         "forecasts": len(data),
         "first": data.date(0),
         "last": data.date(len(data) - 1),
@@ -86,8 +86,8 @@ def _write_json(evaluation: "EvaluationFolder", sources: list[str], results: dic
         "climatology": data.climate.name,
         "interval": INTERVAL,
         "resamples": RESAMPLES,
-        "forecasts_drawn_together": block(evaluation),
-        "blocks": len(data) / block(evaluation),
+        "forecasts_drawn_together": block,
+        "blocks": len(data) / block,
         "scores": {
             source: {
                 score: {
@@ -96,17 +96,17 @@ def _write_json(evaluation: "EvaluationFolder", sources: list[str], results: dic
                 }
                 for score, values in results.items()
             }
-            for s, source in enumerate(sources)
+            for s, source in enumerate(run.sources)
         },
         "spectra": {
             "lead_hours": [data.lead_hours[k] for k in data.shown_steps],
             **{
                 source: {name: spectra[:, s, c] for c, name in enumerate(data.out_names)}
-                for s, source in enumerate(["truth", *sources[:-1]])
+                for s, source in enumerate(["truth", *run.sources[:-1]])
             },
         },
     }
-    _write(evaluation.folder / "skill.json", json.dumps(_plain(text), indent=1) + "\n")
+    _write(run.folder / "skill.json", json.dumps(_plain(text), indent=1) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
@@ -127,23 +127,23 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _write_csv(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> None:
-    data, text = evaluation.data, io.StringIO()
+def _write_csv(run: "EvaluationRun", results: dict) -> None:
+    data, text = run.data, io.StringIO()
     table = csv.writer(text)
     table.writerow(["source", "channel", "units", "lead_hours", "score", "weighting", "value", "low", "high"])
-    axes = map(enumerate, (sources, data.out_names, data.lead_hours, WEIGHTINGS))
+    axes = map(enumerate, (run.sources, data.out_names, data.lead_hours, WEIGHTINGS))
     for (score, values), *places in itertools.product(results.items(), *axes):
         (s, source), (c, name), (k, hours), (a, weighting) = places
         units = data.units[c] if score not in ("acc", "rmse_over_persistence") else ""
         table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
-    _write(evaluation.folder / "skill.csv", text.getvalue())
+    _write(run.folder / "skill.csv", text.getvalue())
 
 
-def _log(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> None:
+def _log(run: "EvaluationRun", results: dict, block: int) -> None:
     """Log the RMSE of the shown channels at some lead times, and what it comes to."""
-    data, rmse, ratio = evaluation.data, results["rmse"][0, ..., 0], results["rmse_over_persistence"][..., 0]
+    data, rmse, ratio = run.data, results["rmse"][0, ..., 0], results["rmse_over_persistence"][..., 0]
     shown = [k for k, hours in enumerate(data.lead_hours) if k == 0 or hours % 24 == 0 or k == data.steps - 1]
-    blocks = len(data) / block(evaluation)
+    blocks = len(data) / block
     logging.info(
         "RMSE of %d forecasts (rows weighted by cos(latitude)), and over persistence's (with its %g%% interval)",
         *(len(data), 100 * INTERVAL),
@@ -152,21 +152,21 @@ def _log(evaluation: "EvaluationFolder", sources: list[str], results: dict) -> N
         logging.info(
             "  %s: the forecasts make %.3g blocks of %g h of weather",
             "There are no intervals" if blocks < 3 else "The intervals are rough, and rather too narrow",
-            *(blocks, evaluation.evaluation.block_hours),
+            *(blocks, run.settings.block_hours),
         )
     for c in data.plot_channels:
         logging.info("%s", label(data.out_names[c], data.units[c]))
-        logging.info("  %24s%s", sources[0], "".join(f"{name:>12}{'':22}" for name in sources[1:]).rstrip())
+        logging.info("  %24s%s", run.sources[0], "".join(f"{name:>12}{'':22}" for name in run.sources[1:]).rstrip())
         for k in shown:
             cells = [f"{data.lead_hours[k]:10g} h {rmse[k, 0, c]:11.4g}"]
-            for s in range(1, len(sources)):
+            for s in range(1, len(run.sources)):
                 value, low, high = ratio[:, k, s, c]
                 cells.append(f"{rmse[k, s, c]:12.4g}  {value:5.2f} ({low:.2f} to {high:.2f})")
             logging.info("  %s", "".join(cells))
-    for (s, name), c in itertools.product(enumerate(evaluation.models, 1), data.plot_channels):
+    for (s, name), c in itertools.product(enumerate(run.models, 1), data.plot_channels):
         climatology = _longest(data.lead_hours, rmse[:, s, c] / rmse[:, -1, c])
         text = f"its RMSE is below climatology's up to {climatology:g} h"
-        if data.origins[c] >= 0:
+        if data.origins[c] >= 0 and blocks >= 3:
             persistence = _longest(data.lead_hours, ratio[2, :, s, c])
             text += f", and the whole interval below persistence's up to {persistence:g} h"
         logging.info("%s, %s: %s", name, data.out_names[c], text)
@@ -182,17 +182,16 @@ def _longest(lead_hours: list[float], ratios: np.ndarray) -> float:
     return last
 
 
-def _show(evaluation: "EvaluationFolder", sources: list[str], results: dict, pictures: list[Path]) -> None:
+def _show(run: "EvaluationRun", results: dict, pictures: list[Path]) -> None:
     """Write the curves and pictures for TensorBoard: the steps are lead times in hours, or where need be in minutes."""
-    data, logs = evaluation.data, evaluation.folder / "logs"
+    data, logs = run.data, run.folder / "logs"
     shutil.rmtree(logs, ignore_errors=True)  # of an earlier look at the same forecasts
     unit = 1 if all(float(hours).is_integer() for hours in data.lead_hours) else 60
-    for s, source in enumerate(sources):
+    for s, source in enumerate(run.sources):
         with SummaryWriter(logs / source) as board:
-            for score, (c, name), (k, hours) in itertools.product(
-                SCORES, enumerate(data.out_names), enumerate(data.lead_hours)
-            ):
-                board.add_scalar(f"{score}/{name}", results[score][0, k, s, c, 0], round(unit * hours))
+            axes = map(enumerate, (data.out_names, data.lead_hours))
+            for (score, values), (c, name), (k, hours) in itertools.product(results.items(), *axes):
+                board.add_scalar(f"{score}/{name}", values[0, k, s, c, 0], round(unit * hours))
     with SummaryWriter(logs / "pictures") as board:
         for path in pictures:
             if path.suffix == ".png":

@@ -53,6 +53,11 @@ class StopRequests:
         self.pending = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group, async_op=True), said
         return stop, save
 
+    def agree_now(self) -> bool:
+        """Return whether any rank was asked to stop so far; this waits for all ranks."""
+        self.agree()
+        return self._answer()[0]
+
     @communication
     def _answer(self) -> tuple[bool, bool]:
         if self.pending is None:

@@ -82,7 +82,7 @@ class WeatherFields:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What other files must have in common with these; None where the files do not tell."""
+        """What other files and statistics must have in common with these; None where nothing is known."""
         return {
             "input channels": self.in_names,
             "forecast channels": self.out_names,
@@ -90,6 +90,11 @@ class WeatherFields:
             "step in hours": self.step_hours if self.has_time else None,
             "latitudes": [round(float(self.latitude[i]), 3) for i in (0, -1)],
             "longitudes": [round(float(self.longitude[i]), 3) for i in (0, -1)],
+            "statistics": [
+                self.means[self.inputs + self.outputs].tolist(),
+                self.stds[self.inputs + self.outputs].tolist(),
+                self.residual_scale,
+            ],
         }
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:

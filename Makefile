@@ -111,9 +111,9 @@ faults: $(TOOLS)
 soak: $(TOOLS)
 	$(PYTHON) tests/soak.py
 
-# Jobs that reach their time limit, and the ladder in a job, on a Slurm of one node: about 7 minutes.
+# Jobs that reach their time limit, the ladder and an evaluation in a job, on a Slurm of one node: about 8 minutes.
 slurm: $(TOOLS)
-	$(PYTHON) -m pytest tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py
+	$(PYTHON) -m pytest tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py tests/slurm/evaluation_in_a_job.py
 
 # What large grids hold and send, computed on this machine: the README's table.
 simulate: $(READY)

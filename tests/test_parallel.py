@@ -11,7 +11,7 @@ import torch
 import train_mp
 from benchmarks.certificate import FULL_IMAGE, MODES
 from distributed.parallelize import check_parallel
-from tests import loading_mutations, measuring_mutations, resuming_mutations
+from tests import evaluating_mutations, loading_mutations, measuring_mutations, resuming_mutations
 from tests.helpers import ROOT, clean_environment, records, run_folder, run_here, run_ranks, tiny_flags, write_data
 from tests.mutations import MUTATIONS
 from utils.comm import Grid, rank_groups
@@ -137,6 +137,8 @@ def test_the_mutations_change_one_place_each():
         assert old in (ROOT / "utils" / f"{file}.py").read_text() and new != old, tests
     for file, old, new, tests in measuring_mutations.MUTATIONS:
         assert old in (ROOT / f"{file}.py").read_text() and new != old, tests
+    for file, old, new, tests in evaluating_mutations.MUTATIONS:
+        assert (ROOT / f"{file}.py").read_text().count(old) == 1 and new != old, tests
 
 
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):

@@ -80,9 +80,13 @@ class Maps:
         FigureCanvasAgg(figure)
         axes = self.subplots(figure, 1, 2)[0]
         images = [self.draw(one, fields[0], scale) for one, fields in zip(axes, (forecasts, truths))]
-        figure.colorbar(
-            images[0], ax=axes, label=label(data.out_names[c], data.units[c]), extend="both", shrink=0.8, pad=0.01
-        )
+        named = label(data.out_names[c], data.units[c])
+        bar = figure.colorbar(images[0], ax=axes, label=named, extend="both", shrink=0.8, pad=0.01)
+        bar.formatter.set_powerlimits((-3, 6))
+        if self.projection is None:
+            for one in axes:
+                one.set_xlabel("longitude [degrees east]", fontsize=9)
+            axes[0].set_ylabel("latitude [degrees north]", fontsize=9)
 
         def show(frame: int) -> None:
             k = first + frame

@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 def _write_csv(run: "EvaluationRun", results: dict) -> None:
     data, text = run.data, io.StringIO()
-    table = csv.writer(text)
+    table = csv.writer(text, lineterminator="\n")
     table.writerow(["source", "channel", "units", "lead_hours", "score", "weighting", "value", "low", "high"])
     axes = map(enumerate, (run.sources, data.out_names, data.lead_hours, WEIGHTINGS))
     for (score, values), *places in itertools.product(results.items(), *axes):

@@ -143,6 +143,9 @@ def step_of(config: Config, grid: Grid) -> dict:
     uses_ddp = grid.get_size("dp-cp") > 1 and not config.noddp
     if uses_ddp:
         tracker.track_external(keep_gradients_in_buckets(model))
+    if config.ema_decay is not None:
+        average = torch.empty(size // 4)  # of the weights
+        tracker.track_external(average)
     model.register_forward_hook(lambda *_: after_forward.update(parts_of(tracker, "current")))
     with tracker, counter:
         for _ in range(2):  # in the second step the optimiser has its state

@@ -129,3 +129,10 @@ def test_sequence_parallelism_keeps_a_third_of_the_activations(tmp_path):
         assert found["peak"] == pytest.approx(record["grids"][name]["peak"], rel=0.01)
         held[name] = found["after_forward"]["Activation"]
     assert held["tp 4"] <= 0.36 * held["one rank"]
+
+
+def test_the_moving_average_is_counted(tmp_path):
+    without, found = (
+        simulate(1, tiny_flags(tmp_path, "--tensor_parallel=2", *more)) for more in ([], ["--ema_decay=0.9"])
+    )
+    assert found["peak"] - without["peak"] == 4 * found["parameters"]

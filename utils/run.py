@@ -213,10 +213,8 @@ class Run:
         if self.report:
             self.report.speed(self.summary, clock.total, left, self.memory.after_forward)
         if self.is_first_epoch and left:  # what compiles did so in its first iteration
-            first, rest = (
-                clock.first_end - clock.start,
-                (clock.total + clock.start - clock.first_end) / max(left - 1, 1),
-            )
+            first = clock.first_end - clock.start
+            rest = (clock.total - first) / max(left - 1, 1)
             self.log("  First iteration: %f sec, those after it: %f sec each", first, rest)
             self.is_first_epoch = False
 

@@ -293,10 +293,10 @@ def test_the_best_checkpoint_and_one_kind_of_weights(trained, tmp_path, result):
         assert skill["scores"]["ema"] == result[1]["scores"]["ema"]
 
 
-def test_large_maps_are_thinned(trained, tmp_path):
+def test_large_maps_are_thinned(trained, result, tmp_path):
     with mock.patch("utils.forecast_data.LARGEST_MAP", 16):
         evaluated(trained, tmp_path, "--stride", "10")
-    thin, whole = (np.load(path / "kept/000000.npz")["maps"] for path in (tmp_path, trained / "result"))
+    thin, whole = (np.load(path / "kept/000000.npz")["maps"] for path in (tmp_path, result[0]))
     np.testing.assert_array_equal(thin[:, :, 0], whole[:, :, 0, ::2, ::2])
     assert (tmp_path / "pictures/maps_u.png").exists()
 

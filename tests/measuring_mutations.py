@@ -143,6 +143,13 @@ MUTATIONS = [
     ("utils/system_watch", "samples[name] = [value]", "pass", "observers -k shorter_than"),
     ("benchmarks/machine", "nproc * threads > len(mine)", "False", "doctor -k numa"),
     ("benchmarks/doctor", "abs(mean) > 1 or not 0.3 < std < 3", "False", "doctor -k do_not_fit"),
+    (
+        "utils/observers",
+        "                self.settle()\n                if self.profiler",
+        "                if self.profiler",
+        "observers -k under_way",
+    ),
+    ("utils/observers", "                    self.settle()\n", "                    pass\n", "observers -k under_way"),
     ("utils/run", "clock.stop(self.observers.seconds - watched)", "clock.stop()", "observers -k no_training"),
 ]
 

@@ -7,6 +7,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from torch.profiler import profile
 
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
@@ -14,6 +15,7 @@ from utils import observers, run_costs, step_profile, system_watch
 from utils.launch import Ended
 from utils.run_costs import RunCosts
 from utils.step_profile import StepProfiler
+from utils.stop import StopRequests
 from utils.system_watch import SystemWatch
 from utils.torch_profile import TorchProfile
 
@@ -209,3 +211,15 @@ def test_what_ranks_tell_together(tiny):
     assert costs.together(told) == {
         "cores": 4.0, "memory_gb": 3.0, "sent_gb": 9.0, "gpu_use": pytest.approx(0.6),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [["--report"], ["--profile", "torch", "--profile_steps", "1", "1", "2"]])
+def test_no_collective_is_under_way_when_a_profiler_stops(tiny, flags):
+    """One that it saw begin, and that ends later, writes into memory that the profiler has freed."""
+    order, settle, stop = [], StopRequests.settle, profile.stop_trace
+    with (
+        mock.patch.object(StopRequests, "settle", lambda self: (order.append("settle"), settle(self))),
+        mock.patch.object(profile, "stop_trace", lambda self: (order.append("stop"), stop(self))),
+    ):
+        run_here(tiny_flags(tiny, "--num_iters", "6", *flags))
+    assert order == ["settle", "stop"]

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Observers:
         iteration: iterations done so far.
         folder: of the run.
         report: on rank 0, what writes the run's files.
+        settle: waits for the collectives under way; called before a profiler stops.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Observers:
         iteration: int,
         folder: Path,
         report: Any | None,
+        settle: Callable[[], None],
     ):
-        self.config, self.device, self.report = config, device, report
+        self.config, self.device, self.report, self.settle = config, device, report, settle
         self.steps, self.seconds = 0, 0.0  # of this process; and what it took to look at them
         self.epoch_length = len(data.train_loader)
         self.costs: RunCosts | None = None
@@ -88,6 +90,7 @@ class Observers:
             self.is_profiled, found = True, None
             synchronize(self.device)
             with self._aside():
+                self.settle()
                 if self.profiler.is_on:
                     with harmless("the profile of a step"):
                         found = self.profiler.stop()
@@ -96,6 +99,8 @@ class Observers:
             if self.steps == sum(self.config.profile_steps):  # not before: a trace shows how steps overlap
                 synchronize(self.device)
             with self._aside():
+                if self.steps == sum(self.config.profile_steps):
+                    self.settle()
                 if self.trace:
                     with harmless("--profile torch"):
                         self.trace.step()

@@ -133,7 +133,7 @@ class Run:
         self.memory = MemoryWatch(state.model, state.optimizer, self.device, state.average)
         self.observers = Observers(
             self.config, self.world, self.device, self.data, state.model, self.memory, self.layers, self.iteration,
-            self.folder, self.report,
+            self.folder, self.report, self._settle,
         )  # fmt: skip
 
     def _resume(self) -> Path:
@@ -167,6 +167,10 @@ class Run:
         folder = self.folder / "checkpoints"
         self.checkpointer = Checkpointer(folder, self.state, config.keep_checkpoints, resumed, sync, wait)
         self.requests = StopRequests(limit and self.world.started + seconds("time_limit", limit), save_seconds, wait)
+
+    def _settle(self) -> None:
+        if self.checkpointer is not None:
+            self.requests.settle()
 
     def _layout(self) -> dict[str, Any]:
         """Return what decides which rank does what."""

@@ -53,6 +53,14 @@ class StopRequests:
         self.pending = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group, async_op=True), said
         return stop, save
 
+    def settle(self) -> None:
+        """Wait for what is under way; its answer stands.
+
+        Before a profiler stops: a collective that it saw begin, and that ends later, would write into its freed memory.
+        """
+        if self.pending:
+            self.pending[0].wait()
+
     def agree_now(self) -> bool:
         """Return whether any rank was asked to stop so far; this waits for all ranks."""
         self.agree()

@@ -174,9 +174,8 @@ def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
     """Compare the memory that a rank of this section needs with what there is for each of the `here` on this node."""
     parts = {"weights": 4 * found["parameters"], "optimiser": found["after_forward"]["Optstate"]}
     parts |= {"gradients": parts["weights"], "activations": found["after_forward"]["Activation"]}
-    average = {} if config.ema_decay is None else {"average": parts["weights"]}
-    needed = (found["peak"] + sum(average.values())) / 2**30
-    parts |= average
+    parts |= {} if config.ema_decay is None else {"average": parts["weights"]}
+    needed = found["peak"] / 2**30
     told = f"a rank needs {needed:.2f} GiB for tensors: "
     told += ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     if torch.cuda.is_available():

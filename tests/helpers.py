@@ -190,6 +190,22 @@ def free_port() -> int:
             return port
 
 
+def wait_until(done, seconds: float = 60) -> None:
+    """Wait for a condition, which `done()` tells; fail after so many seconds without it."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, f"waited {seconds} s in vain"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Is there such a process, other than a dead one that nobody has asked for yet?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def clean_environment(**more: str) -> dict[str, str]:
     """The environment without any launcher's variables, one thread a rank."""
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMIX_", "GROUP_", "TORCHELASTIC")

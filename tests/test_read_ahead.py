@@ -13,18 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import ROOT, clean_environment, records, run_here, run_ranks, tiny_flags, write_data
+from tests.helpers import (
+    ROOT,
+    clean_environment,
+    is_running,
+    records,
+    run_here,
+    run_ranks,
+    tiny_flags,
+    wait_until,
+    write_data,
+)
 from tests.test_data_loader import read, weather
 from utils.frame_reader import FrameReader, ReadError
 from utils.read_ahead import Job, ReadAhead
 from utils.read_worker import ReaderProcess
-
-
-def wait_until(done):
-    deadline = time.perf_counter() + 10
-    while not done():
-        assert time.perf_counter() < deadline
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -185,15 +188,6 @@ def test_reader_processes_end_with_their_parent_and_not_by_a_signal(tmp_path):
     parent.kill()
     parent.wait()
     wait_until(lambda: not any(is_running(pid) for pid in pids))
-
-
-def is_running(pid: int) -> bool:
-    """Is there such a process, other than a dead one that nobody has asked for yet?"""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_full_dev_shm_is_no_hindrance(tmp_path):

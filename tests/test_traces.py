@@ -4,14 +4,13 @@ import gzip
 import json
 import subprocess
 import sys
-import time
 import urllib.parse
 import urllib.request
 
 import pytest
 
 from docs.figures.tensorboard import tensorboard
-from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags, write_data
+from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags, wait_until, write_data
 
 TRACED = ["--profile", "torch", "--profile_steps", "1", "1", "2", "--num_iters", "6"]
 
@@ -39,10 +38,7 @@ def test_tensorboards_plugin_reads_a_trace(tiny):
     pytest.importorskip("torch_tb_profiler", reason="needs pip install torch-tb-profiler")
     folder = run_here(tiny_flags(tiny, *TRACED))
     with tensorboard("--logdir", str(folder)) as address:
-        end = time.monotonic() + 60
-        while ask(address, "runs")["loading"] or not ask(address, "runs")["runs"]:
-            assert time.monotonic() < end, "the plugin finds no run"
-            time.sleep(0.5)
+        wait_until(lambda: ask(address, "runs")["runs"] and not ask(address, "runs")["loading"])
         (run,) = ask(address, "runs")["runs"]
         assert {"Overview", "Operator", "Trace", "Memory"} <= set(ask(address, "views", run=run))
         (worker,) = ask(address, "workers", run=run, view="Operator")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.slurm.test_slurm import ROOT, SCRIPTS, check_long_run, make_data, python, wait_for  # noqa: F401
+from tests.helpers import wait_until
+from tests.slurm.test_slurm import ROOT, SCRIPTS, check_long_run, make_data, python  # noqa: F401
 
 
 @pytest.mark.parametrize("script, flags, name", SCRIPTS)
@@ -16,8 +17,8 @@ def test_a_job_that_reaches_its_limit_goes_on_by_itself(slurm, python, tmp_path,
         def is_(state: str) -> bool:
             return f"JobState={state}" in slurm.run("scontrol", "show", "job", job).stdout
 
-        wait_for(lambda: is_("RUNNING"))
-        wait_for(lambda: is_("PENDING"), seconds=120)
+        wait_until(lambda: is_("RUNNING"))
+        wait_until(lambda: is_("PENDING"), seconds=120)
         slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
 
     # Slurm may send the signal half a minute before the 20 s: between 10 and 40 s after the start of a minute.

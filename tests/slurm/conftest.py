@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import is_running
 from tests.packages import install
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -125,9 +126,9 @@ class Slurm:
             pid = int(file.read_text())
             os.kill(pid, signal.SIGTERM)
             deadline = time.time() + 10
-            while _runs(pid) and time.time() < deadline:
+            while is_running(pid) and time.time() < deadline:
                 time.sleep(0.1)
-            if _runs(pid):
+            if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
 
     def logs(self) -> str:
@@ -156,14 +157,6 @@ class Slurm:
                 pytest.fail(f"job {job} was {state} after {timeout} s\n{_read(output)}\n{self.logs()}")
             time.sleep(0.2)
         return Job(job, int(code) or int(killed_by), time.time() - start, _read(output))
-
-
-def _runs(pid: int) -> bool:
-    """A dead daemon that a container's init has not reaped still answers kill(pid, 0), but has no command line."""
-    try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _read(path: str) -> str:

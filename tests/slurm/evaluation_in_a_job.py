@@ -4,7 +4,8 @@ import re
 import subprocess
 import sys
 
-from tests.slurm.test_slurm import ROOT, long_data, python, wait_for  # noqa: F401
+from tests.helpers import wait_until
+from tests.slurm.test_slurm import ROOT, long_data, python  # noqa: F401
 
 
 def test_a_signalled_evaluation_goes_on_by_itself(slurm, long_data, python, tmp_path):  # noqa: F811
@@ -14,7 +15,7 @@ def test_a_signalled_evaluation_goes_on_by_itself(slurm, long_data, python, tmp_
     kept = run / "evaluation/kept"
 
     def signal(job: str) -> None:
-        wait_for(lambda: kept.exists() and len(list(kept.glob("*.npz"))) > 3)
+        wait_until(lambda: kept.exists() and len(list(kept.glob("*.npz"))) > 3)
         slurm.run("scancel", "--signal=USR1", job)
 
     env = {**python, "TRAIN_SCRIPT": "evaluate.py"}

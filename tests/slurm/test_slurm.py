@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT, wait_until
 
 # Stands in for train.py where only the way it is started is in question: one JSON line a rank.
 STAND_IN = """
@@ -242,13 +242,6 @@ def check_long_run(folder: Path, iterations: int = 80) -> None:
     assert "DONE ---- rank 0" in (folder / "out.log").read_text()
 
 
-def wait_for(condition, seconds: float = 60) -> None:
-    end = time.time() + seconds
-    while not condition():
-        assert time.time() < end
-        time.sleep(0.1)
-
-
 def has_trained(folder: Path) -> bool:
     return (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) > 20
 
@@ -258,7 +251,7 @@ def test_a_signalled_job_goes_on_by_itself(slurm, long_data, python, tmp_path, s
     folder = tmp_path / "demo" / name / "00"
 
     def signal(job: str) -> None:
-        wait_for(lambda: has_trained(folder))
+        wait_until(lambda: has_trained(folder))
         slurm.run("scancel", "--signal=USR1", job)
 
     env = {**python, "LOGDIR": str(tmp_path / "unused")}  # the user's own --expdir wins
@@ -274,12 +267,12 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm, long_data, python, tmp
     folder = tmp_path / "demo/2GPU/00"
 
     def cancel(job: str) -> None:
-        wait_for(lambda: has_trained(folder))
+        wait_until(lambda: has_trained(folder))
         slurm.run("scancel", job)
 
     argv = ["-n", 2, "-o", tmp_path / "%j.out", "submit_pm.sh", *long_data, "--expdir", tmp_path]
     job = slurm.sbatch(*argv, cwd=ROOT, env=python, meanwhile=cancel)
-    wait_for(lambda: "Stopped: --resume auto goes on from here" in (tmp_path / f"{job.id}.out").read_text())
+    wait_until(lambda: "Stopped: --resume auto goes on from here" in (tmp_path / f"{job.id}.out").read_text())
     time.sleep(3)
     assert "JobState=CANCELLED" in slurm.run("scontrol", "show", "job", job.id).stdout
     assert list((folder / "checkpoints").glob("*/info.json"))

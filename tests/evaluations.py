@@ -9,7 +9,7 @@ import pytest
 import xarray
 
 import evaluate
-from tests.helpers import call_here
+from tests.helpers import ROOT, call_here
 from utils.launch import Refused
 
 NAMES = ["u", "v", "t"]
@@ -25,6 +25,12 @@ def evaluated(folder: Path, out: Path, *more: str) -> dict:
     """Evaluate in this process, and return skill.json."""
     call_here(evaluate.main, flags(folder, "--out", str(out), *more))
     return json.loads((out / "skill.json").read_text())
+
+
+def disturbed(fault: str, argv: list[str]) -> list[str]:
+    """Return the command of an evaluation in a process that runs some code first."""
+    code = f"import os, runpy, signal, sys\nsys.argv = sys.argv[1:]\n{fault}\n"
+    return ["-c", code + "runpy.run_path(sys.argv[0], run_name='__main__')", str(ROOT / "evaluate.py"), *argv]
 
 
 def refused(argv: list[str]) -> str:

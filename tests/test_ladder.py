@@ -5,6 +5,7 @@ import math
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from torch import nn
 import train
 from benchmarks import call as calls
 from benchmarks import ladder, ladder_report
-from benchmarks.call import call, reason
+from benchmarks.call import call, end_on_signals, reason
 from benchmarks.ladder_runs import Runs, evaluate, standard_error
 from benchmarks.rungs import DATA_PARALLEL, all_rungs, chosen, lacks
 from tests.helpers import ROOT, is_running, losses, run_folder, run_here, tiny_flags, wait_until
@@ -210,12 +211,19 @@ def test_too_few_samples_are_a_reason_to_skip(tmp_path):
     assert found == {"skipped": "16 samples are less than 5 batches of 8"}
 
 
-def test_nothing_is_left_of_a_run_that_takes_too_long(tmp_path):
-    pid = tmp_path / "pid"
-    command = f"sleep 60 & echo $! > {pid}; wait"
-    with pytest.raises(subprocess.TimeoutExpired):
-        call(["bash", "-c", command], dict(os.environ), 1)
-    wait_until(lambda: not is_running(int(pid.read_text())), 10)
+@pytest.mark.parametrize(
+    "then, limit, error", [("wait", 3, subprocess.TimeoutExpired), ("kill -TERM $PPID; wait", 300, SystemExit)]
+)
+def test_nothing_is_left_of_a_run_that_takes_too_long_or_is_ended(tmp_path, then, limit, error):
+    pid, handlers = tmp_path / "pid", {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    end_on_signals()
+    try:
+        with pytest.raises(error):
+            call(["bash", "-c", f"sleep 600 & echo $! > {pid}; {then}"], dict(os.environ), limit)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    wait_until(lambda: not is_running(int(pid.read_text())))
 
 
 def test_a_shell_on_another_machine_is_refused(monkeypatch):
@@ -239,7 +247,7 @@ def test_a_baseline_that_does_not_run_ends_the_ladder(tiny, tmp_path, monkeypatc
 
 def test_what_the_model_cannot_do_is_skipped(tiny, tmp_path):
     rung = next(rung for rung in all_rungs(2, 3) if rung.name == "baseline")
-    found = ladder.run(rung, [*tiny_flags(tiny)[:6], "--dt=99"], 5, 99, tmp_path / "runs", 60)
+    found = ladder.run(rung, [*tiny_flags(tiny)[:6], "--dt=99"], 5, 99, tmp_path / "runs", 300)
     assert found["skipped"].startswith("train.py: error: ") and "dt" in found["skipped"]
 
 

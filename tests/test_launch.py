@@ -84,7 +84,7 @@ def test_a_half_set_environment_ends_the_script_in_one_line():
         env=clean_environment(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1 and "error: RANK is not set" in result.stderr
@@ -100,7 +100,7 @@ def test_a_rank_that_finds_nobody_says_where(rank):
         env=clean_environment(**place),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     last = done.stderr.splitlines()[-1]  # PyTorch may tell more, above
     assert done.returncode == 2 and f"error: rank {rank} of 2 could not join the others at 127.0.0.1, port" in last
@@ -110,7 +110,7 @@ def test_a_rank_that_finds_nobody_says_where(rank):
 @pytest.mark.slow
 def test_torchrun_trains_and_an_error_is_printed_once(tiny):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]
-    options = dict(cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    options = dict(cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
     good = subprocess.run([*torchrun, *tiny_flags(tiny)], **options)
     assert good.returncode == 0, good.stderr
     assert (tiny / "runs/tiny/2GPU/00/metrics.jsonl").exists() and good.stderr.count("DONE ---- rank 0") == 1
@@ -128,7 +128,7 @@ def test_an_error_on_one_rank_ends_all(tiny):
         "        if world.rank == 1: raise OSError('no such disk')\n"
         "start(main, [])"
     )
-    first, second = run_ranks(2, ["-c", code], timeout=60)
+    first, second = run_ranks(2, ["-c", code])
     assert (first.returncode, second.returncode) == (2, 2)
     assert first.stderr.splitlines()[-1].endswith("error: rank 1: no such disk") and "disk" not in second.stderr
 
@@ -136,7 +136,7 @@ def test_an_error_on_one_rank_ends_all(tiny):
 @pytest.mark.slow
 def test_a_progress_bar_on_a_terminal_only(tiny):
     command = [sys.executable, "train.py", *tiny_flags(tiny, "--num_iters", "2")]
-    piped = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    piped = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert piped.returncode == 0 and "epoch 1:" not in piped.stderr and "Avg val loss" in piped.stderr
 
     ours, theirs = pty.openpty()
@@ -147,7 +147,7 @@ def test_a_progress_bar_on_a_terminal_only(tiny):
     with contextlib.suppress(OSError):  # the end of a terminal's output
         while part := os.read(ours, 4096):
             text += part
-    assert shown.wait(timeout=60) == 0 and b"epoch 1:" in text and b"Avg val loss" in text
+    assert shown.wait() == 0 and b"epoch 1:" in text and b"Avg val loss" in text
 
 
 @pytest.mark.slow
@@ -155,6 +155,6 @@ def test_a_progress_bar_on_a_terminal_only(tiny):
 def test_mpirun_trains(tiny):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # containers run tests as root
     command = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "train.py", *tiny_flags(tiny)]
-    done = subprocess.run(command, cwd=ROOT, env=clean_environment(**root), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(**root), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tiny / "runs/tiny/2GPU/00/metrics.jsonl").exists() and done.stderr.count("DONE ---- rank 0") == 1

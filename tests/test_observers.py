@@ -10,7 +10,7 @@ import torch
 from torch.profiler import profile
 
 import train
-from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
+from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags, wait_until
 from utils import observers, run_costs, step_profile, system_watch
 from utils.launch import Ended
 from utils.run_costs import RunCosts
@@ -131,11 +131,10 @@ def test_the_time_of_profiles_is_no_training(tiny, monkeypatch):
     """An epoch's speed does not tell of it."""
     monkeypatch.setattr(StepProfiler, "stop", lambda self: time.sleep(1))
     folder = run_here(tiny_flags(tiny, "--report", "--num_iters", "6"))
-    plain = run_here(tiny_flags(tiny, "--num_iters", "6", "--run_num", "plain"))
-    speeds = [[event["samples_per_sec"] for event in records(run, "epoch")] for run in (folder, plain)]
-    assert min(speeds[0]) > 16 / 0.9 and min(speeds[1]) > 16 / 0.9
-    events = records(folder, "time")
-    assert 1 <= max(event["seconds"]["profiling"] for event in events) < 1.5
+    epochs, parts = records(folder, "epoch"), [event["seconds"] for event in records(folder, "time")]
+    for epoch, seconds in zip(epochs, parts, strict=True):
+        assert 16 / epoch["samples_per_sec"] + seconds["profiling"] <= sum(seconds.values())
+    assert max(seconds["profiling"] for seconds in parts) >= 1
 
 
 def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
@@ -149,7 +148,7 @@ def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
     monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: {"lo": None})
     monkeypatch.setattr(system_watch, "INTERVAL", 0.01)
     watch = SystemWatch(torch.device("cuda"))
-    time.sleep(0.2)
+    wait_until(lambda: len(watch.samples["gpu_use"]) > 2)
     found = watch.take()
     watch.close()
     assert found["gpu_use"] == 0.5 and len(asked) == 1 and not {"joules", "sent_gb"} & set(found)
@@ -158,7 +157,7 @@ def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
 def test_an_epoch_shorter_than_a_look_has_the_one_before(monkeypatch):
     monkeypatch.setattr(system_watch, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": lambda device: 100.0})
     watch = SystemWatch(torch.device("cuda"))
-    time.sleep(0.1)
+    wait_until(lambda: "gpu_watts" in watch.newest)
     found = [watch.take() for _ in range(3)]
     watch.close()
     assert all(one["gpu_use"] == 0.5 and one["joules"] == 100 * one["seconds"] for one in found)
@@ -172,7 +171,7 @@ def test_energy(tiny, monkeypatch):
     monkeypatch.setattr(system_watch, "GPU", {"gpu_watts": lambda device: 200.0})
     monkeypatch.setattr(system_watch, "INTERVAL", 0.01)
     watch = SystemWatch(torch.device("cuda"))
-    time.sleep(0.1)
+    wait_until(lambda: "gpu_watts" in watch.newest)
     found = watch.take()
     watch.close()
     assert found["joules"] == pytest.approx(200 * found["seconds"])

@@ -70,7 +70,7 @@ def test_each_rank_writes_its_own(traces):
 def test_holistic_trace_analysis_compares_the_ranks(traces):
     pytest.importorskip("hta", reason="needs pip install HolisticTraceAnalysis")
     done = subprocess.run(
-        [sys.executable, "-c", NAMES_IN_TRACES, str(traces)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", NAMES_IN_TRACES, str(traces)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     names = json.loads(done.stdout)

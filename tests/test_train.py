@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import train
 from tests.helpers import (
     ERA5,
     ROOT,
+    group_of_one,
     losses,
     norms,
     records,
@@ -26,7 +26,7 @@ from tests.helpers import (
 )
 from utils.config import Config
 from utils.config_reader import load_config
-from utils.launch import World, join
+from utils.launch import World
 
 
 def test_learning_rate():
@@ -403,10 +403,9 @@ def test_overflow_without_end_stops_the_run(tiny):
 @contextlib.contextmanager
 def run_of_one(folder, *flags):
     """A run that begins, in a group of one."""
-    join(World())
     config = load_config(tiny_flags(folder, *flags))[0].with_batches(1)
     device = torch.device("cpu")
-    try:
+    with group_of_one():
         data = train.WeatherData(config, device)
         model = train.build_model(config, data)
         optimizer, scaler = train.build_optimizer(model, config), train.build_scaler(config, device)
@@ -414,5 +413,3 @@ def run_of_one(folder, *flags):
         run.begin(train.TrainingState(model, optimizer, scaler), [])
         yield run
         run.__exit__(KeyboardInterrupt, None, None)
-    finally:
-        dist.destroy_process_group()

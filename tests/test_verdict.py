@@ -18,7 +18,6 @@ from utils.verdict import BOUNDS, Measured, advice, memory_advice, verdict
 LIGHT = ["--num_iters", "6", "--report", "--checkpoint_every", "None"]
 COMPILED = ["--enable_jit", "--tensor_parallel=2"]
 SLOWEST = "waiting for the slowest rank"
-TINIEST = [*LIGHT, "--embed_dim", "8", "--num_heads", "1", "--global_batch_size", "1"]
 HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
 
 
@@ -27,7 +26,7 @@ HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
     [
         ("slow disk", 1, "train.py", LIGHT, "reading", "--num_data_workers"),
         ("slow copies", 1, "train.py", LIGHT, "copying", "--enable_jit"),
-        ("nothing", 1, "train.py", TINIEST, "launching", "--enable_jit"),
+        ("slow launches", 1, "train.py", LIGHT, "launching", "--enable_jit"),
         ("nothing", 1, "train.py", HEAVY, "computing", "bf16" if has_bf16(torch.device("cpu")) else "--enable_jit"),
         ("slow rank", 2, "train.py", LIGHT, SLOWEST, f"rank 1, on {platform.node()}, "),
         ("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),

@@ -11,20 +11,23 @@ import torch.distributed as dist
 
 import train
 from distributed import mappings
+from networks.vit import Block
 from utils.frame_reader import FrameReader
 from utils.launch import start
 from utils.step_profile import StepProfiler
 from utils.weather_data import WeatherData
 
 
-def slowed(owner, name, seconds=0.03):
-    """Let a function take longer, after it did its work."""
-    original = getattr(owner, name)
+def slowed(owner, name, seconds=0.03, times=0):
+    """Let a function take longer, after it did its work: so long, and so many times what passed since its last call."""
+    original, last = getattr(owner, name), time.perf_counter()
 
     @functools.wraps(original)
     def slow(*args, **kwargs):
+        nonlocal last
         result = original(*args, **kwargs)
-        time.sleep(seconds)
+        time.sleep(max(seconds, min(times * (time.perf_counter() - last), 1)))
+        last = time.perf_counter()
         return result
 
     setattr(owner, name, slow)
@@ -46,11 +49,13 @@ is_last = os.environ["RANK"] == "1"
 if case == "slow disk" or (case == "slow disk of rank 1" and is_last):
     slowed(FrameReader, "read")
 elif case == "slow copies":
-    slowed(WeatherData, "to_device")
+    slowed(WeatherData, "to_device", times=5)
 elif case == "slow copies of rank 1" and is_last:
-    slowed(WeatherData, "to_device", 0.15)
+    slowed(WeatherData, "to_device", 0.15, times=5)
+elif case == "slow launches":
+    slowed(Block, "forward")
 elif case == "slow rank" and is_last:
-    slowed(train, "learning_rate")
+    slowed(train, "learning_rate", times=5)
 elif case == "slow all-reduce":
     slowed(dist, "all_reduce", 0.01)
 elif case == "slow gradients":

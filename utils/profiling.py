@@ -179,7 +179,7 @@ class MemoryWatch:
             self.after_forward, self.looks = memory_gb(self.device), False
             # On a CPU later passes use memory that the process kept. On a GPU the first one makes workspaces, too.
             if self.device.type == "cuda" or self.activations is None:
-                self.activations = self.after_forward - self.before_forward
+                self.activations = max(self.after_forward - self.before_forward, 0.0)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors that live longer than a step, by part."""

@@ -7,13 +7,12 @@ Needs Chromium or Chrome, and nobody to look on.
 
 import contextlib
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,25 +31,21 @@ def find_browser() -> str | None:
 def tensorboard(*arguments: str) -> Iterator[str]:
     """Run TensorBoard in the root of the clone, and give its address.
 
-    Raises RuntimeError where it does not answer within a minute.
+    It takes a free port, and answers when it has read all. Raises RuntimeError where it ends before that.
     """
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tensorboard.main", "--host", HERE, "--port", str(port), *arguments]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    address, end = f"http://{HERE}:{port}", time.monotonic() + 60
-    try:
-        while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/data/logdir"):
-                break
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError("TensorBoard did not start: " + " ".join(command))
-            time.sleep(0.2)
-        yield address
-    finally:
-        process.terminate()
-        process.wait()
+    command = [sys.executable, "-m", "tensorboard.main", "--host", HERE, "--port", "0", *arguments]
+    command += ["--reload_task", "blocking", "--reload_interval", "0"]
+    with tempfile.NamedTemporaryFile("w") as told:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=told)
+        try:
+            while not (found := re.search(r"TensorBoard .* at (http://\S+)/ ", Path(told.name).read_text())):
+                if process.poll() is not None:
+                    raise RuntimeError(f"TensorBoard did not start: {' '.join(command)}\n{Path(told.name).read_text()}")
+                time.sleep(0.2)
+            yield found[1]
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def look(browser: str, address: str, picture: Path | None = None, seconds: int = 20) -> str:

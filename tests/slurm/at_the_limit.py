@@ -18,13 +18,13 @@ def test_a_job_that_reaches_its_limit_goes_on_by_itself(slurm, python, tmp_path,
             return f"JobState={state}" in slurm.run("scontrol", "show", "job", job).stdout
 
         wait_until(lambda: is_("RUNNING"))
-        wait_until(lambda: is_("PENDING"), seconds=120)
+        wait_until(lambda: is_("PENDING"))
         slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
 
     # Slurm may send the signal half a minute before the 20 s: between 10 and 40 s after the start of a minute.
     where = ["-n", 2, "-t", 1, "--signal=USR1@20", "-o", tmp_path / "%j.out"]
     argv = [*where, script, *data, *flags, "--expdir", tmp_path]
-    job = slurm.sbatch(*argv, cwd=ROOT, env=python, timeout=300, meanwhile=lengthen)
+    job = slurm.sbatch(*argv, cwd=ROOT, env=python, meanwhile=lengthen)
     assert job.exit_code == 0, job.output
     check_long_run(tmp_path / "demo" / name / "00", iterations=3200)
     assert "SIGUSR1" in job.output and f"job {job.id} is in the queue again" in job.output

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import is_running
+from tests.helpers import free_port, is_running
 from tests.packages import install
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -27,7 +27,7 @@ ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 SlurmctldPort={port1}
 SlurmdPort={port2}
 StateSaveLocation={folder}/state
@@ -43,7 +43,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1
 MpiDefault=none
 ReturnToService=2
-KillWait=2
+KillWait=60
 SlurmdParameters=config_overrides
 NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
 PartitionName=tests Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -54,16 +54,6 @@ def why_not() -> str | None:
     """Install Slurm unless it is there; return why it cannot be used, or None."""
     os.environ["PATH"] += ":/usr/sbin"  # where Debian keeps the daemons
     return "a Slurm of its own needs root" if os.geteuid() != 0 else install(PROGRAMS, "slurm-wlm munge")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @dataclass
@@ -85,7 +75,7 @@ class Slurm:
             inherited.pop(name, None)
         self.env = {**inherited, "SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
-    def run(self, *command, env: dict | None = None, timeout: float = 60, **options) -> subprocess.CompletedProcess:
+    def run(self, *command, env: dict | None = None, timeout: float = 300, **options) -> subprocess.CompletedProcess:
         env = {**self.env, **(env or {})}
         return subprocess.run(
             [str(c) for c in command], env=env, text=True, capture_output=True, timeout=timeout, **options
@@ -101,14 +91,14 @@ class Slurm:
         munge = [f"--{option}={folder}/munge.{suffix}" for option, suffix in files.items()]
         (folder / "state").mkdir()
         (folder / "spool").mkdir()
-        port1, port2 = free_ports(2)
+        port1, port2 = free_port(), free_port()
         host = socket.gethostname().split(".")[0]
         text = CONFIG.format(folder=folder, host=host, port1=port1, port2=port2)
         (folder / "slurm.conf").write_text(text)
         for daemon in (["munged", f"--key-file={key}", *munge], ["slurmctld"], ["slurmd"]):
             done = self.run(*daemon)
             assert done.returncode == 0, f"{daemon[0]}: {done.stderr}"
-        deadline = time.time() + 30
+        deadline = time.time() + 300
         while "idle" not in (state := self.run("sinfo", "-h", "-o", "%T").stdout):
             assert time.time() < deadline, f"the node is not idle but {state!r}\n{self.logs()}"
             time.sleep(0.2)
@@ -134,7 +124,7 @@ class Slurm:
     def logs(self) -> str:
         return "\n".join(f"{p.name}:\n{p.read_text()[-2000:]}" for p in sorted(self.folder.glob("*.log")))
 
-    def sbatch(self, *arguments, cwd: Path, env: dict | None = None, timeout: float = 60, meanwhile=None) -> Job:
+    def sbatch(self, *arguments, cwd: Path, env: dict | None = None, timeout: float = 300, meanwhile=None) -> Job:
         """Submit a job and wait for its end; `meanwhile` is called with its number.
 
         (sbatch --wait would look after 2 s, then after 10 s.)

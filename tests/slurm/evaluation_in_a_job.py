@@ -21,7 +21,7 @@ def test_a_signalled_evaluation_goes_on_by_itself(slurm, long_data, python, tmp_
     env = {**python, "TRAIN_SCRIPT": "evaluate.py"}
     argv = ["-n", 2, "-o", tmp_path / "%j.out", "submit_pm.sh", "--checkpoint", run, "--local_batch_size=1"]
     argv += [flag.replace("valid_", "inf_", 1) for flag in long_data if flag.startswith("--valid_data_path")]
-    job = slurm.sbatch(*argv, cwd=ROOT, env=env, timeout=150, meanwhile=signal)
+    job = slurm.sbatch(*argv, cwd=ROOT, env=env, meanwhile=signal)
     assert job.exit_code == 0, job.output
     assert "Stopped by a signal" in job.output and f"job {job.id} is in the queue again" in job.output
     there, forecasts = (

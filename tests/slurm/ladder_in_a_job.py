@@ -19,7 +19,7 @@ def test_the_ladder_starts_its_runs_with_srun(slurm, data, tmp_path):  # noqa: F
         tmp_path / "ladder.json",
     ]
     command = [sys.executable, "benchmarks/ladder.py", *data, "--global_batch_size=2", *few]
-    job = slurm.sbatch("-n", 2, "-o", tmp_path / "%j.out", script, *command, cwd=ROOT, timeout=180)
+    job = slurm.sbatch("-n", 2, "-o", tmp_path / "%j.out", script, *command, cwd=ROOT)
     assert job.exit_code == 0, job.output
     done = {row["name"]: row for row in json.loads((tmp_path / "ladder.json").read_text())["rungs"]}
     assert done["2 ranks"]["ranks"] == 2 and done["2 ranks"]["gain"] > 0, job.output

@@ -34,8 +34,9 @@ MUTATIONS = [
     ("utils/step_profile", 'block.part == "temporary" and ', "", "costs -k without_a_word"),
     ("utils/step_profile", "            own[stack[-1]] -= call", "            0 - call", "costs -k is_its_own"),
     ("utils/step_profile", 'end - max(e["ts"], reached)', 'e["dur"]', "costs -k cover"),
-    ("utils/step_profile", '"c10d" in event["name"] or', "", "verdict -k 'slow and copies and rank'"),
-    ("utils/step_profile", "max(time - empty_call, 0)", "time", "verdict -k nothing"),
+    ("utils/step_profile", '"c10d" in event["name"] or', "", "costs -k work_is"),
+    ("utils/step_profile", "and not any(lies_in(e, s) for s in spans_of_it)", "", "costs -k work_is"),
+    ("utils/step_profile", "max(time - empty_call, 0)", "time", "costs -k work_is"),
     ("utils/step_profile", '"NSYS_PROFILING_SESSION_ID" not in os.environ', "True", "costs -k nsight"),
     ("utils/step_profile", 'startswith("aten::empty")', 'startswith("nothing")', "costs -k operators"),
     (

@@ -15,6 +15,8 @@ from tests.helpers import losses, records, run_here, tiny_flags
 from utils.config_reader import load_config
 from utils.model_summary import summarise, summary_table
 from utils.step_profile import (
+    EMPTY,
+    EMPTY_CALLS,
     StepProfiler,
     activities,
     covered,
@@ -23,6 +25,7 @@ from utils.step_profile import (
     most_of_parts,
     own_times,
     parts_at_peak,
+    read_trace,
     timeline,
 )
 from utils.system_watch import SystemWatch
@@ -93,6 +96,19 @@ def test_time_of_a_call_is_its_own():
     calls = [call("a", 0, 10), call("b", 1, 4), call("c", 2, 1), call("d", 6, 3), call("e", 20, 5), call("f", 1, 9, 2)]
     calls.sort(key=lambda e: e["ts"])
     assert {e["name"]: own for e, own in own_times(calls)} == {"a": 3, "b": 3, "c": 1, "d": 3, "e": 5, "f": 9}
+
+
+def test_work_is_without_what_a_call_costs_and_a_wait_is_not_counted_twice():
+    operators = [call("aten::view", 4 * i, 3) for i in range(EMPTY_CALLS)]
+    operators += [call("aten::mm", 300, 10), call("aten::view", 320, 2), call("aten::mm", 330, 50, tid=2)]
+    operators += [call("c10d::allreduce_", 400, 40), call("c10d::allreduce_", 501, 8)]
+    spans = [call(EMPTY, 0, 250), call("communication", 500, 10)]
+    events = [{**event, "ph": "X", "cat": "cpu_op"} for event in operators]
+    events += [{**event, "ph": "X", "cat": "user_annotation"} for event in spans]
+    step = read_trace(events, "cpu", {})
+    assert step.working == pytest.approx(7e-6) and step.waiting == pytest.approx(40e-6)
+    assert step.calls == {"aten::mm": 2, "aten::view": 1, "c10d::allreduce_": 2}
+    assert step.seconds == pytest.approx({"aten::mm": 60e-6, "aten::view": 2e-6, "c10d::allreduce_": 48e-6})
 
 
 def test_time_that_kernels_cover():

@@ -156,6 +156,12 @@ MUTATIONS = [
     ("utils/launch", 'end_now(f"rank {world.rank}: {error}", NOT_SAVED)', "raise", "evaluation -k full_disk"),
     ("utils/tensorboard", "threading.excepthook = _told_by_the_next_call", "", "evaluation -k 'full_disk and none'"),
     ("utils/evaluation", "> SAID_EVERY", "> 1e9", "evaluation -k progress"),
+    (
+        "utils/judge",
+        "            for n, b in places.items():\n",
+        "            self.all = [*getattr(self, 'all', []), forecasts]\n            for n, b in places.items():\n",
+        "evaluation -k memory_does",
+    ),
     ("utils/evaluation", "size = 4 * left", "size = 4 * len(data)", "evaluation -k full_disk"),
 ]
 

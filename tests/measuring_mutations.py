@@ -126,6 +126,7 @@ MUTATIONS = [
     ("benchmarks/data_parallel", "nn.DataParallel(model, list(range(args.gpus)))", "model", "ladder -k wrapper"),
     ("benchmarks/ladder_runs", 'if "losses" in run]', "]", "ladder -k tried_again"),
     ("benchmarks/call", "        start_new_session=True,\n", "", "ladder -k nothing_is_left"),
+    ("benchmarks/call", "            signal.signal(number, lambda", "            (lambda", "ladder -k nothing_is_left"),
     ("benchmarks/call", '"ChildFailedError" not in line', "True", "ladder -k why"),
     ("benchmarks/doctor", "batches = np.resize(order,", "batches = np.resize(order[:1],", "doctor -k counted_once"),
     ("benchmarks/doctor", "min(speeds[1] * depth, speeds[best])", "speeds[1] * depth", "doctor -k too_slow"),

@@ -32,7 +32,7 @@ class At:
         def after_step(this: run.Run, *args: object) -> None:
             original(this, *args)
             if this.iteration == self.iteration:
-                if writer := this.checkpointer.thread:
+                if writer := this.saving.checkpointer.thread:
                     writer.join()  # then what is there is known
                 self.do(this)
 

@@ -10,6 +10,7 @@ from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks
 from utils import checkpoint
 from utils.config_reader import load_config
 from utils.launch import Ended
+from utils.saving import Saving
 
 DECAY = 0.4  # reached after five steps: (1 + t) / (10 + t)
 AVERAGED = ["--ema_decay", str(DECAY), "--num_iters", "8", "--checkpoint_every", "1", "--keep_checkpoints", "99"]
@@ -90,14 +91,12 @@ def test_a_stop_during_its_validation_saves_the_weights_themselves(tiny):
     whole = {kind: weights(folder, 2, kind) for kind in ("model", "ema")}  # two iterations are an epoch
     stopped = tiny_flags(tiny, *AVERAGED, "--run_num", "stopped")
 
-    def in_its_validation(run):
-        return run.state.average.is_in_place, False
+    def stop_if_asked(saving, iteration, original=Saving.stop_if_asked):
+        is_its_validation = saving.checkpointer.state.average.is_in_place
+        with mock.patch.object(saving.requests, "agree", lambda: (is_its_validation, False)):
+            original(saving, iteration)
 
-    def stop_if_asked(run, original=train.Run._stop_if_asked):
-        with mock.patch.object(run.requests, "agree", lambda: in_its_validation(run)):
-            original(run)
-
-    with mock.patch.object(train.Run, "_stop_if_asked", stop_if_asked), pytest.raises(Ended):
+    with mock.patch.object(Saving, "stop_if_asked", stop_if_asked), pytest.raises(Ended):
         run_here(stopped)
     for kind, expected in whole.items():
         for name, x in weights(run_folder(stopped), 2, kind).items():

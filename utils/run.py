@@ -1,4 +1,4 @@
-"""One run: where it stands, what it records, when it saves and stops. What every run needs beside the lesson."""
+"""One run: where it stands, and what it records. What every run needs beside the lesson."""
 
 import contextlib
 import dataclasses
@@ -18,17 +18,16 @@ from tqdm import tqdm
 
 from utils import checkpoint
 from utils.checkpoint import Unreadable
-from utils.checkpointer import Checkpointer
-from utils.config import Config, interval, seconds
+from utils.config import Config
 from utils.data_loader import Batch
-from utils.launch import NOT_SAVED, STOPPED, Ended, Refused, World, all_ranks_agree, share_error
+from utils.launch import Ended, Refused, World, all_ranks_agree, share_error
 from utils.model_summary import summarise
 from utils.nonfinite import NonfiniteGuard
 from utils.observers import Observers
 from utils.profiling import EpochClock, MemoryWatch, peak_memory_gb, profiler_window
 from utils.records import StepRecords
 from utils.run_folder import RunFolder, open_run_folder
-from utils.stop import StopRequests
+from utils.saving import Saving
 from utils.timeline import span
 from utils.training_state import TrainingState
 from utils.verdict import out_of_memory
@@ -36,7 +35,7 @@ from utils.weather_data import WeatherData
 
 
 class Run:
-    """Counts the iterations, keeps the records, saves checkpoints, and says when to stop.
+    """Counts the iterations and keeps the records; has checkpoints saved, and says when to stop.
 
     Losses stay on the device and travel to the host a few at a time: the loop never waits for the step in progress.
 
@@ -61,11 +60,9 @@ class Run:
         self.steps = StepRecords(world.size)
         self.epoch_losses: list[float] = []
         self.guard = NonfiniteGuard(config, data, self.log)
-        self.best: dict[str, Any] = {"loss": None, "name": None}  # of validation, and its checkpoint's name
-        self.best_before = self.best
         self.is_first_epoch = True  # of this process
         self.report = None  # a Report, on rank 0
-        self.checkpointer: Checkpointer | None = None
+        self.saving: Saving | None = None
         self.memory: MemoryWatch | None = None
         self.observers: Observers | None = None
         found: list[RunFolder | None] = [None]
@@ -86,9 +83,8 @@ class Run:
         together = kind is None or issubclass(kind, (Ended, Refused))  # all ranks leave here
         if isinstance(error, torch.OutOfMemoryError) and self.memory:
             error.add_note(out_of_memory(self.world.rank, self.memory.in_use(), self.config))
-        if self.checkpointer and together:
-            self.requests.close()
-            self.checkpointer.wait()
+        if self.saving and together:
+            self.saving.close()
         with contextlib.ExitStack() as files:  # closed whatever happens
             if self.report:
                 files.callback(self.lock.close)
@@ -118,7 +114,7 @@ class Run:
             self.log(remark)
         if self.report:
             self.report.describe(state.model)
-        resumed = self._resume() if self.found.checkpoints else None
+        resumed, best = self._resume() if self.found.checkpoints else (None, {"loss": None, "name": None})
         with all_ranks_agree():
             if self.report:
                 there = checkpoint.find(self.folder / "checkpoints")
@@ -128,7 +124,10 @@ class Run:
                 if resumed:
                     self.report.write({"event": "resume", "iteration": self.iteration, "checkpoint": str(resumed)})
         if self.config.checkpoint_every is not None:
-            self._plan_checkpoints(resumed)
+            sync = self.report.sync if self.report else None
+            self.saving = Saving(
+                self.config, self.world, self.folder, state, resumed, best, self._describe, sync, self.log
+            )  # fmt: skip
         self.log("Scaffolding memory high watermark: %f GB.", peak_memory_gb(self.device))
         self.memory = MemoryWatch(state.model, state.optimizer, self.device, state.average)
         self.observers = Observers(
@@ -136,8 +135,8 @@ class Run:
             self.folder, self.report, self._settle,
         )  # fmt: skip
 
-    def _resume(self) -> Path:
-        """Take the state from the newest checkpoint that can be read, and return its folder."""
+    def _resume(self) -> tuple[Path, dict[str, Any]]:
+        """Take the state from the newest checkpoint that can be read; return its folder, and which was the best."""
         for path, info in self.found.checkpoints:
             if info is None:
                 continue
@@ -151,26 +150,17 @@ class Run:
             except Unreadable as error:  # on all ranks
                 self.log("Checkpoint left out: %s", error)
                 continue
-            self.iteration, self.epochs, self.best = info["iteration"], info["epochs"], info["best"]
+            self.iteration, self.epochs = info["iteration"], info["epochs"]
             self.epoch_losses, self.guard.skipped = info["epoch_losses"], info["skipped"]
             if info["config"]["amp_mode"] == self.config.amp_mode and info["scaler"]:
                 self.state.scaler.load_state_dict(info["scaler"])
             self.log("Resumed after %d iterations from %s", self.iteration, path)
-            return path
+            return path, info["best"]
         raise Refused(f"no checkpoint of {self.folder} can be read (out.log says why): start anew with --resume none")
 
-    def _plan_checkpoints(self, resumed: Path | None) -> None:
-        config, wait, limit = self.config, self.config.longest_wait, self.config.time_limit
-        self.save_iterations, save_seconds = interval("checkpoint_every", config.checkpoint_every)
-        self.is_due = False
-        sync = self.report.sync if self.report else None
-        folder = self.folder / "checkpoints"
-        self.checkpointer = Checkpointer(folder, self.state, config.keep_checkpoints, resumed, sync, wait)
-        self.requests = StopRequests(limit and self.world.started + seconds("time_limit", limit), save_seconds, wait)
-
     def _settle(self) -> None:
-        if self.checkpointer is not None:
-            self.requests.settle()
+        if self.saving:
+            self.saving.requests.settle()
 
     def _layout(self) -> dict[str, Any]:
         """Return what decides which rank does what."""
@@ -232,12 +222,8 @@ class Run:
             with span("optimizer"):
                 self.state.average.update(self.iteration)
         self._write_steps(self.steps.keep(self.iteration, lr, loss, grad_norm))
-        if self.checkpointer is None:
-            return
-        self.is_due |= self.save_iterations is not None and self.iteration % self.save_iterations == 0
-        self._stop_if_asked()
-        if self.is_due and self.left:  # at the end of an epoch after its validation
-            self._save()
+        if self.saving:
+            self.saving.after_step(self.iteration, is_last=self.left == 0)
 
     def weights(self) -> Iterator[str]:
         """Yield what to validate: `raw`, then `ema`, while the model has the average in place of its weights."""
@@ -251,33 +237,21 @@ class Run:
         with span("validation"):  # until the last batch is done
             for batch in self.data.valid_loader.epoch():
                 yield batch
-                if self.checkpointer is not None:
-                    self._stop_if_asked()
+                if self.saving:
+                    self.saving.stop_if_asked(self.iteration)
 
-    def _stop_if_asked(self) -> None:
-        stop, save = self.requests.agree()
-        self.is_due |= save
-        if stop:
-            why = self.requests.reason or "a signal to another rank"
-            self.log("Stopping after %d of %d iterations: %s", self.iteration, self.config.num_iters, why)
-            self._save()
-            self._wait_for_save()
-            self.log("Stopped: --resume auto goes on from here, or --resume %s", self.folder)
-            raise Ended(STOPPED)
-
-    @span("checkpoint")
-    def _save(self) -> None:
-        """Begin a checkpoint, after all losses up to here are known to be finite."""
+    def _describe(self) -> dict[str, Any]:
+        """Return what a checkpoint says of the run, after all losses up to here are known to be finite."""
         self._write_steps(self.steps.flush())
+        if self.report:
+            self.report.send()  # a run that goes on from here has no more of them
         config = self.config
-        self._forget_lost_best()
-        info = {
+        return {
             "iteration": self.iteration,
             "epochs": self.epochs,
             "samples": self.iteration * config.global_batch_size,
             "is_validated": self.iteration == min(self.epochs * len(self.data.train_loader), config.num_iters),
             "is_finished": self.should_stop,
-            "best": self.best,
             "epoch_losses": list(self.epoch_losses),  # it grows while this is written
             "skipped": self.guard.skipped,
             "scaler": self.state.scaler.state_dict(),
@@ -287,25 +261,6 @@ class Run:
             "config": dataclasses.asdict(config),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
-        if self.report:
-            self.report.send()  # a run that goes on from here has no more of them
-        self.checkpointer.save(info)
-        self.is_due = False
-
-    @span("checkpoint")
-    def _forget_lost_best(self) -> None:
-        """Where the best checkpoint could not be written, the one before is the best: it is still there."""
-        self.checkpointer.wait()
-        if self.checkpointer.failed and self.checkpointer.failed == self.best["name"]:
-            self.best = self.best_before
-
-    @span("checkpoint")
-    def _wait_for_save(self) -> None:
-        """Wait for the last checkpoint of a run. Raises Ended where it could not be written."""
-        self.checkpointer.wait()
-        if self.checkpointer.failed:
-            self.log("The last checkpoint was not written: make room, and go on from an older one with --resume auto")
-            raise Ended(NOT_SAVED)
 
     @span("logging")
     def _write_steps(self, steps: list[dict[str, Any]]) -> None:
@@ -337,15 +292,6 @@ class Run:
         told = [scores["loss"]]
         with span("logging"):  # the others wait for rank 0, which draws
             dist.broadcast_object_list(told)  # its last digit may differ from rank to rank, and all must save alike
-        if self.checkpointer is not None:
-            self._forget_lost_best()
-        is_best = self.best["loss"] is None or told[0] < self.best["loss"]
-        if is_best:
-            self.best_before = self.best
-            self.best = {"loss": told[0], "name": checkpoint.name(self.iteration, is_validated=True)}
-        if self.checkpointer is not None:
-            if is_best or self.is_due or self.should_stop:
-                self._save()
-            if self.should_stop:
-                self._wait_for_save()
+        if self.saving:
+            self.saving.after_validation(self.iteration, told[0], self.should_stop)
         self.observers.record(self.iteration)

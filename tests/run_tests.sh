@@ -14,10 +14,11 @@ told=$(mktemp)
 set -m
 tests tests/slurm >"$told" 2>&1 &
 slurm=$!
-trap 'kill -INT $slurm 2>/dev/null && wait $slurm; rm "$told"' EXIT
+trap 'kill -INT -- -$slurm 2>/dev/null && wait $slurm; rm "$told"' EXIT
 set +m
 code=0
 tests --ignore tests/slurm || code=$?
+[ $code != 2 ] || exit 2 # interrupted
 wait $slurm || code=$?
 cat "$told"
 exit $code

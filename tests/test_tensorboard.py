@@ -32,7 +32,7 @@ def board(tmp_path_factory):
     with (folder / "tiny.yaml").open("a") as file:
         file.write("wide:\n  <<: *tiny\n  embed_dim: 64\n")
     runs = {name: run_here([*flags, *more]) for name, more in RUNS.items()}
-    with tensorboard("--logdir", str(folder / "runs"), "--load_fast=false") as address:
+    with tensorboard("--logdir", str(folder / "runs")) as address:
         yield address, runs
 
 
@@ -88,7 +88,7 @@ def test_every_forecast_is_there(board, tmp_path):
 def test_the_examples_open_beside_a_readers_run(board):
     _, runs = board
     (mine, *_) = runs.values()
-    with tensorboard("--logdir_spec", f"mine:{mine},example:docs/example_logs", "--load_fast=false") as address:
+    with tensorboard("--logdir_spec", f"mine:{mine},example:docs/example_logs") as address:
         tags = ask(address, "scalars/tags")
         pictures = ask(address, "images/tags")
     assert set(tags) == {"mine/logs", "example/float32/logs", "example/bf16/logs"}

@@ -34,7 +34,7 @@ def tensorboard(*arguments: str) -> Iterator[str]:
     It takes a free port, and answers when it has read all. Raises RuntimeError where it ends before that.
     """
     command = [sys.executable, "-m", "tensorboard.main", "--host", HERE, "--port", "0", *arguments]
-    command += ["--reload_task", "blocking", "--reload_interval", "0"]
+    command += ["--load_fast=false", "--reload_task=blocking", "--reload_interval=0"]  # all is read before it answers
     with tempfile.NamedTemporaryFile("w") as told:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=told)
         try:

@@ -10,7 +10,7 @@ import xarray
 
 import evaluate
 from tests.helpers import ROOT, call_here
-from utils.launch import Refused
+from utils.errors import Refused
 
 NAMES = ["u", "v", "t"]
 

@@ -14,7 +14,7 @@ import train_mp
 from tests.helpers import ROOT, losses, records, resume_here, run_folder, run_here, tiny_flags
 from utils import checkpoint
 from utils.config_reader import load_config
-from utils.launch import Ended
+from utils.errors import Ended
 from utils.run_folder import lock_run, open_run_folder
 from utils.training_state import host_memory
 

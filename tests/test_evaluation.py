@@ -31,11 +31,10 @@ from utils import checkpoint
 from utils.config import Evaluation
 from utils.config_reader import load_evaluation
 from utils.era5 import Files
+from utils.errors import Ended, ReadError
 from utils.evaluation import seen, share_out
 from utils.forecast_data import ForecastData
 from utils.forecast_store import ForecastStore
-from utils.frame_reader import ReadError
-from utils.launch import Ended
 from utils.run_folder import lock_run
 
 SIZE = 2 * 4 * 3 * 16 * 32 * 4 / 1e9  # GB of a forecast: models, steps, channels, rows, columns, bytes

@@ -9,7 +9,8 @@ import pytest
 
 from tests.helpers import fields, write_file
 from utils.era5 import Files
-from utils.frame_reader import FrameReader, OpenFiles, ReadError, consecutive
+from utils.errors import ReadError
+from utils.frame_reader import FrameReader, OpenFiles, consecutive
 from utils.token_shard import TokenShard
 
 

@@ -9,7 +9,7 @@ import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
 from utils import checkpoint
 from utils.config_reader import load_config
-from utils.launch import Ended
+from utils.errors import Ended
 from utils.saving import Saving
 
 DECAY = 0.4  # reached after five steps: (1 + t) / (10 + t)

@@ -12,7 +12,7 @@ from torch.profiler import profile
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags, wait_until
 from utils import observers, run_costs, step_profile, system_watch
-from utils.launch import Ended
+from utils.errors import Ended
 from utils.run_costs import RunCosts
 from utils.step_profile import StepProfiler
 from utils.stop import StopRequests

@@ -25,7 +25,8 @@ from tests.helpers import (
     write_data,
 )
 from tests.test_data_loader import read, weather
-from utils.frame_reader import FrameReader, ReadError
+from utils.errors import ReadError
+from utils.frame_reader import FrameReader
 from utils.read_ahead import Job, ReadAhead
 from utils.read_worker import ReaderProcess
 

@@ -12,7 +12,7 @@ import torch
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
 from utils import time_report, timeline
-from utils.launch import Ended
+from utils.errors import Ended
 from utils.timeline import Timeline, span
 
 

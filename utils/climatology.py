@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from utils.archive_file import open_archive
-from utils.frame_reader import ReadError
+from utils.errors import ReadError
 
 if TYPE_CHECKING:
     from utils.weather_fields import WeatherFields

@@ -7,7 +7,8 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.era5 import Files
-from utils.frame_reader import FrameReader, ReadError
+from utils.errors import ReadError
+from utils.frame_reader import FrameReader
 
 KINDS = ("train", "valid", "test")
 

@@ -15,11 +15,12 @@ from tqdm import tqdm
 
 from utils import checkpoint
 from utils.config import Config, Evaluation
+from utils.errors import STOPPED, Ended
 from utils.forecast_data import ForecastData
 from utils.forecast_store import ForecastStore
 from utils.forecast_writer import open_writer
 from utils.judge import Judge
-from utils.launch import STOPPED, Ended, World, all_ranks_agree, share_error
+from utils.launch import World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
 from utils.stop import StopRequests
 

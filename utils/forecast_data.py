@@ -14,7 +14,8 @@ from torch import Tensor
 from utils.climatology import Climatology
 from utils.config import Config, Evaluation
 from utils.era5 import Files
-from utils.frame_reader import FrameReader, OpenFiles, ReadError
+from utils.errors import ReadError
+from utils.frame_reader import FrameReader, OpenFiles
 from utils.weather_fields import WeatherFields
 
 SHOWN_HOURS = (24, 72)

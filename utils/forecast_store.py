@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from utils.launch import WriteError
+from utils.errors import WriteError
 from utils.run_folder import lock_run, rename_aside, whoami
 
 BEGUN = {"lock", "setting.part"}  # what may be there before there is a setting

@@ -18,13 +18,10 @@ import h5py
 import numpy as np
 
 from utils.era5 import Files, stamp
+from utils.errors import ReadError
 
 LARGEST_GAP = 1 / 16  # of what is wanted: a smaller gap is read as well, one request is cheaper than two
 CHANNELS_AT_ONCE = 500  # in one request: the system takes 1,024 pieces, and a gap is one, too
-
-
-class ReadError(OSError):
-    """A file that cannot be read (any more). The message names it, and says what to do."""
 
 
 class Request(NamedTuple):

@@ -17,26 +17,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from utils.frame_reader import ReadError
+from utils.errors import NOT_SAVED, Ended, ReadError, Refused, WriteError
 from utils.watch import Watch, end_now, place
 
-# Exit codes, as in sysexits.h.
-STOPPED = 75  # "try again later": saved, and can go on
-NOT_SAVED = 74  # "input/output error": the last checkpoint, or a result, could not be written
-
 JOINING = timedelta(minutes=10)  # the processes of a large job may start minutes apart
-
-
-class Ended(Exception):
-    """The run ends here, as it should, on all ranks: args[0] is the exit code."""
-
-
-class Refused(ValueError):
-    """What a user can mend, known to every rank: the run ends with this one line."""
-
-
-class WriteError(OSError):
-    """A result cannot be written: this rank ends with this one line, and by that the others."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 
 from utils.config import Config
-from utils.launch import Refused, first_message, share_error
+from utils.errors import Refused
+from utils.launch import first_message, share_error
 from utils.weather_data import WeatherData
 
 SKIPS_ALLOWED = 30  # in a row: fp16's scale, at first 2^16, is used up by then

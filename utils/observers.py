@@ -12,12 +12,12 @@ from torch import nn
 from torch.profiler import profile
 
 from utils.config import Config
-from utils.launch import Ended, Refused, World
+from utils.errors import Ended, Refused, harmless
+from utils.launch import World
 from utils.model_summary import Layer
 from utils.profiling import MemoryWatch, synchronize
 from utils.run_costs import RunCosts
 from utils.step_profile import StepProfiler, activities
-from utils.system_watch import harmless
 from utils.timeline import span
 from utils.torch_profile import TorchProfile
 from utils.weather_data import WeatherData

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from utils.batch_ring import BatchRing
-from utils.frame_reader import FrameReader, ReadError
+from utils.errors import ReadError
+from utils.frame_reader import FrameReader
 
 ROOT = Path(__file__).resolve().parent.parent
 # This project's `utils`, whatever the folder holds that the run was started in.

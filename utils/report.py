@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from utils.config import Config
 from utils.curves import Curves
 from utils.device import allocator_settings
-from utils.launch import Ended, World
+from utils.errors import Ended
+from utils.launch import World
 from utils.logging_utils import close_log, open_log
 from utils.plots import forecast_figure, render
 from utils.profiling import peak_flops

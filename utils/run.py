@@ -20,7 +20,8 @@ from utils import checkpoint
 from utils.checkpoint import Unreadable
 from utils.config import Config
 from utils.data_loader import Batch
-from utils.launch import Ended, Refused, World, all_ranks_agree, share_error
+from utils.errors import Ended, Refused
+from utils.launch import World, all_ranks_agree, share_error
 from utils.model_summary import summarise
 from utils.nonfinite import NonfiniteGuard
 from utils.observers import Observers

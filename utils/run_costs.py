@@ -18,11 +18,12 @@ from torch import nn
 
 from utils.config import Config
 from utils.device import has_bf16
+from utils.errors import harmless
 from utils.launch import World
 from utils.model_summary import Layer, summary_table
 from utils.profiling import cached_gb, peak_memory_gb
 from utils.step_profile import StepProfile, most_of_parts, parts_at_peak
-from utils.system_watch import SystemWatch, cores_in_reach, harmless
+from utils.system_watch import SystemWatch, cores_in_reach
 from utils.time_report import TimeReport
 from utils.timeline import span, stop_timeline
 from utils.verdict import Measured, verdict

@@ -7,7 +7,8 @@ from typing import Any
 from utils import checkpoint
 from utils.checkpointer import Checkpointer
 from utils.config import Config, interval, seconds
-from utils.launch import NOT_SAVED, STOPPED, Ended, World
+from utils.errors import NOT_SAVED, STOPPED, Ended
+from utils.launch import World
 from utils.stop import StopRequests
 from utils.timeline import span
 from utils.training_state import TrainingState

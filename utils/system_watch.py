@@ -1,12 +1,11 @@
 """What a run takes of the machine: cores, memory, disk, network, and the GPU's use and energy (`--report`)."""
 
 import contextlib
-import logging
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from statistics import fmean
 
 import torch
@@ -24,15 +23,6 @@ GPU = {  # what PyTorch asks of NVML or amdsmi, in units of the report
     # NVML tells milliwatts, amdsmi watts.
     "gpu_watts": lambda device: torch.cuda.power_draw(device) / (1 if torch.version.hip else 1e3),
 }
-
-
-@contextlib.contextmanager
-def harmless(what: str) -> Iterator[None]:
-    """Let training go on where something that only looks on fails."""
-    try:
-        yield
-    except Exception as error:
-        logging.warning("%s failed (%s): training goes on", what, f"{error}".split("\n")[0] or type(error).__name__)
 
 
 def check_psutil() -> None:

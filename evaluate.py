@@ -52,7 +52,7 @@ def main(world: World, argv: list[str]) -> None:
         settings, config, info, remarks = load_evaluation(argv)
         device = prepare(config, world.local_rank)
         data = ForecastData(config, settings, device, info)
-        models = load_forecasters(lambda: build_model(config, data), settings, info)
+        models = load_forecasters(lambda: build_model(config, data.fields, device), settings, info)
         for model in models.values():
             model.to(device).eval()
             if config.enable_jit:

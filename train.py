@@ -26,13 +26,14 @@ from utils.compiler import compile_modules
 from utils.config import Config
 from utils.config_reader import load_config
 from utils.data_loader import Batch
+from utils.fields import Fields
 from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
 from utils.run import Run
 from utils.setup import load_weights, prepare, settle_buckets
 from utils.timeline import span
 from utils.training_state import TrainingState
-from utils.weather_data import WeatherData
+from utils.weather_data import Job, WeatherData
 
 AMP_DTYPE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -108,8 +109,7 @@ def update_weights(
 def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData, config: Config, run: Run) -> None:
     """Train for `num_iters` iterations; validate after each epoch and at the end: also the weights' moving average.
 
-    `step(inp, target)` fills the gradients and returns the loss; `update(lr)` changes the weights and returns the
-    norm of the gradient.
+    `step(inp, target)` fills the gradients, returns the loss; `update(lr)` changes the weights, returns the norm.
     """
     run.log("Starting Training Loop...")
     while not run.should_stop:
@@ -141,17 +141,17 @@ def validate(model: nn.Module, batches: Iterable[Batch], data: WeatherData, conf
     return scores.reduce(), example
 
 
-def build_model(config: Config, data: WeatherData) -> ViT:
-    """Return the model, on the host; a seed gives the same weights everywhere."""
+def build_model(config: Config, fields: Fields, device: torch.device | None = None) -> ViT:
+    """Return the model, on the host; a seed gives the same weights everywhere. Its attention kernel suits `device`."""
     torch.manual_seed(config.seed)
-    head_dim, dtype = config.embed_dim // config.num_heads, AMP_DTYPE[config.amp_mode]
-    kernel = pick_attention(config.attention, data.tokens.total, head_dim, data.device, dtype, config.dropout)
+    tokens, head_dim = math.prod(config.img_size) // config.patch_size**2, config.embed_dim // config.num_heads
+    kernel = pick_attention(config.attention, tokens, head_dim, device, AMP_DTYPE[config.amp_mode], config.dropout)
     model = ViT(
-        config.img_size, config.patch_size, len(data.in_names), len(data.out_names),
+        config.img_size, config.patch_size, len(fields.in_names), len(fields.out_names),
         config.embed_dim, config.depth, config.num_heads,
         dropout=config.dropout, drop_path=config.drop_path, attention=kernel,
         activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
-        residual=data.origins if config.residual else None, residual_scale=data.residual_scale,
+        residual=fields.origins if config.residual else None, residual_scale=fields.residual_scale,
     )  # fmt: skip
     return load_weights(model, config.init_from)
 
@@ -177,18 +177,18 @@ def data_parallel(model: ViT, config: Config, group: dist.ProcessGroup | None = 
     return settle_buckets(DistributedDataParallel(model, process_group=group, **options))
 
 
-def main(world: World, argv: list[str]) -> None:
+def main(world: World, argv: list[str], observers: Iterable = ()) -> None:
     with all_ranks_agree():  # everything a user can get wrong is found here, before any training
         config, remarks = load_config(argv)
         config = config.with_batches(world.size)
         device = prepare(config, world.local_rank)
         data = WeatherData(config, device, world.size, world.rank)
-        model = build_model(config, data).to(device)
+        model = build_model(config, data.fields, device).to(device)
         if config.enable_jit:  # by default block by block: DDP then sends gradients while the backward pass goes on
             compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
-    with Run(config, world, device, data, build_model) as run:
+    with Run(Job(config, world, device, data), build_model, observers=observers) as run:
         run.begin(TrainingState(model, optimizer, scaler, ema_decay=config.ema_decay), remarks)  # may go on with a run
         model = data_parallel(model, config)
         step = partial(forward_backward, model, scaler=scaler, config=config)

@@ -9,7 +9,7 @@ The loop, the validation and the model are those of train.py.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from utils.loss import relative_l2
 from utils.run import Run
 from utils.token_shard import TokenShard
 from utils.training_state import TrainingState
-from utils.weather_data import WeatherData
+from utils.weather_data import Job, WeatherData
 
 
 def make_step(
@@ -54,6 +54,7 @@ def main(
     chapter: int = 2,
     prepare: Callable = lambda config, grid, device: None,
     transform: Callable = lambda step, update, *_: (step, update),
+    observers: Iterable = (),
 ) -> None:
     """Train. (Chapter 3 prepares for, and makes, another step and update of these.)"""
     with all_ranks_agree():
@@ -68,7 +69,7 @@ def main(
         # The ranks of a tp-cp group hold the same samples, each its own tokens of them.
         shard, sharing, dp = shard_tokens(config, grid), share_frames(config, grid), grid.get_group("dp")
         data = WeatherData(config, device, grid.get_size("dp"), grid.get_rank("dp"), shard, dp, sharing)
-        model = ParallelViT(build_model(config, data), config, grid, shard).to(device)
+        model = ParallelViT(build_model(config, data.fields, device), config, grid, shard).to(device)
         if config.enable_jit:
             compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
@@ -76,7 +77,7 @@ def main(
     scaler = build_scaler(config, device, partial(GridScaler, group=grid.get_group("tp-cp")))
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     state = TrainingState(model, optimizer, scaler, sliced_dims(model), grid.get_group("tp"), config.ema_decay)
-    with Run(config, world, device, data, build_model, f"{grid.get_size('tp-cp')}MP") as run:
+    with Run(Job(config, world, device, data), build_model, f"{grid.get_size('tp-cp')}MP", observers) as run:
         run.begin(state, remarks)
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))
         step = partial(forward_backward, parallel, scaler=scaler, config=config)

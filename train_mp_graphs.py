@@ -50,7 +50,7 @@ def capture(
     step = captured(step, "step")
     if not config.graph_optimizer:
         return step, update
-    captured_update, device = captured(update, "update"), run.device
+    captured_update, device = captured(update, "update"), run.job.device
     # A number would be recorded as it is; a tensor is read anew in each replay.
     return step, lambda lr: captured_update(torch.full((), lr, device=device))
 

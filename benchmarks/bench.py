@@ -1,8 +1,8 @@
 """A training step of any configuration, on random data, with a clock at its parts (for step.py and gpu_suite.py)."""
 
+import math
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from benchmarks.memory import LiveMemory
 from networks.attention import attention
 from utils.compiler import compile_modules
 from utils.config_reader import load_config
+from utils.fields import Fields
 from utils.loss import relative_l2
 from utils.profiling import synchronize
 from utils.setup import prepare
-from utils.token_shard import TokenShard
 
 # 2.58 GFLOP a sample on 128 tokens: what a CPU does in some seconds.
 REFERENCE = [
@@ -32,20 +32,14 @@ class Bench:
     def __init__(self, flags: list[str]):
         config = load_config(flags)[0].with_batches(1)
         self.config, self.device = config, prepare(config, local_rank=0)
-        channels = [
-            len(names) if names else n
-            for names, n in ((config.in_channels, config.n_in_channels), (config.out_channels, config.n_out_channels))
-        ]
-        self.data = SimpleNamespace(
-            in_names=range(channels[0]), out_names=range(channels[1]), origins=list(range(channels[1])),
-            residual_scale=None, tokens=TokenShard(config.img_size, config.patch_size), device=self.device,
-        )  # fmt: skip
-        self.model = train.build_model(config, self.data).to(self.device)
+        fields = Fields.blank(config)
+        self.tokens = math.prod(config.img_size) // config.patch_size**2
+        self.model = train.build_model(config, fields, self.device).to(self.device)
         self.optimizer = train.build_optimizer(self.model, config)
         self.scaler = train.build_scaler(config, self.device)
         generator = torch.Generator(self.device).manual_seed(1)
-        shape = config.global_batch_size, *config.img_size
-        self.batch = [torch.randn(shape[0], c, *shape[1:], device=self.device, generator=generator) for c in channels]
+        B, (H, W), sizes = config.global_batch_size, config.img_size, (len(fields.in_names), len(fields.out_names))
+        self.batch = [torch.randn(B, C, H, W, device=self.device, generator=generator) for C in sizes]
         self.marks: list = []
         self.is_timed = True
         self.model.register_forward_pre_hook(self._mark)
@@ -97,7 +91,7 @@ class Bench:
 
     def flops(self) -> int:
         """Return the floating point operations of a step: the embedding alone needs no gradient of its input."""
-        N = self.data.tokens.total
+        N = self.tokens
         return self.config.global_batch_size * (
             3 * self.model.flops() - 2 * N * self.model.patch_embed.proj.weight.numel()
         )
@@ -136,7 +130,7 @@ class Bench:
 
     def attention_seconds(self) -> float:
         """Return the time of all blocks' attention alone, forward and backward, in the kernel and dtype in use."""
-        config, N = self.config, self.data.tokens.total
+        config, N = self.config, self.tokens
         heads, kernel = config.num_heads, self.model.blocks[0].attn.kernel
         q, k, v = (
             torch.randn(config.local_batch_size, N, heads, config.embed_dim // heads, device=self.device)

@@ -32,7 +32,7 @@ IMAGES = {
 }  # fmt: skip
 SECTION = dict(
     embed_dim=32, depth=2, num_heads=8, n_in_channels=3, n_out_channels=2, residual=True, global_batch_size=8,
-    num_iters=5, lr=1e-3, warmup=2,
+    num_iters=5, lr=1e-3, warmup=2, plot_channels=[],
 )  # fmt: skip
 
 
@@ -164,6 +164,7 @@ def flags(grid: dict, image: str, mode: Mode, folder: str) -> list[str]:
     rows, columns, patch = IMAGES[image]
     argv = ["--yaml_config", f"{folder}/certificate.yaml", "--config", "certificate", "--expdir", f"{folder}/runs"]
     argv += ["--checkpoint_every", "None"]  # to write them is not what is tried here
+    argv.append(f"--init_from={folder}/{image}.pt")  # the same weights in every dtype
     argv += ["--data_dir", f"{folder}/{image}", "--img_size", str(rows), str(columns), "--patch_size", str(patch)]
     for name, value in grid.items():
         if isinstance(value, bool):

@@ -9,8 +9,8 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -21,21 +21,44 @@ from torch._dynamo.utils import counters
 
 import train
 import train_mp
-from benchmarks.certificate import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SECTION, SERIAL, Mode, flags
+from benchmarks.certificate import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags
 from distributed.helpers import sliced_dims
-from distributed.parallelize import ParallelViT
-from networks.vit import ViT
-from utils import report
+from utils.comm import Grid
+from utils.config_reader import load_config
+from utils.fields import Fields
 from utils.launch import World, join
+from utils.observers import Observer
+from utils.run import Run
+from utils.run_costs import read_events
 
 OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
 
 
-def quiet() -> None:
-    """Leave out what costs time and proves nothing here: the console, pictures, the peak of the device."""
-    mock.patch.object(report, "peak_flops", lambda *_: (1.0, "not measured")).start()
-    mock.patch.object(report.Report, "_draw", lambda *_: None).start()
-    logging.disable()
+class Kept(Observer):
+    """Keeps the first gradients of a run, its last weights, its records, and the state of its scaler."""
+
+    def __init__(self, overflows: bool):
+        self.overflows, self.found, self.has_begun = overflows, {}, False
+
+    def begin(self, run: Run) -> None:
+        self.run, self.model = run, run.state.model
+        run.state.optimizer.register_step_pre_hook(lambda *_: self.keep_gradients())
+
+    def before_step(self, left: int) -> None:
+        if self.overflows and not self.has_begun:
+            overflow_once(self.model)
+        self.has_begun = True
+
+    def keep_gradients(self) -> None:
+        if "gradients" not in self.found:
+            self.found["gradients"] = {n: p.grad.to(torch.float64, copy=True) for n, p in self.model.named_parameters()}
+
+    def close(self, error: BaseException | None) -> None:
+        state, sharded = self.run.state, sliced_dims(self.model)
+        self.found["weights"] = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.found["sharded"] = {n: sharded[p] for n, p in self.model.named_parameters() if p in sharded}
+        self.found["scale"] = state.scaler.get_scale()
+        self.found["steps"] = int(state.optimizer.state[next(self.model.parameters())]["step"])
 
 
 def overflow_once(model: nn.Module) -> None:
@@ -49,63 +72,26 @@ def overflow_once(model: nn.Module) -> None:
     model.get_parameter(OVERFLOWN).register_hook(hook)
 
 
-def trained(module, argv: list[str], world: World, overflows: bool) -> dict:
-    """Run a chapter's `main`; return its first gradients, last weights, records, and the state of its scaler."""
-    kept = {}
-    original, original_build = module.train, module.build_model
-
-    def build(config, data):
-        """The same weights in every dtype: drawn in float32."""
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            return original_build(config, data).to(dtype)
-        finally:
-            torch.set_default_dtype(dtype)
-
-    def keep(step, update, model, data, config, run):
-        optimizer, scaler, *_ = update.args
-        whole = getattr(model, "module", model)
-        if overflows:
-            overflow_once(whole)
-
-        def keeping_step(*args):
-            loss = step(*args)
-            if "gradients" not in kept:
-                scale = scaler.get_scale()
-                kept["gradients"] = {n: p.grad.double() / scale for n, p in whole.named_parameters()}
-            return loss
-
-        original(keeping_step, update, model, data, config, run)
-        kept["weights"] = {n: p.detach().clone() for n, p in whole.named_parameters()}
-        sharded = sliced_dims(whole)
-        kept["sharded"] = {n for n, p in whole.named_parameters() if p in sharded}
-        kept["folder"] = run.folder if run.report else None
-        kept["scale"] = scaler.get_scale()
-        kept["steps"] = int(optimizer.state[next(whole.parameters())]["step"])
-
-    module.train, module.build_model = keep, build
-    try:
-        module.main(world, argv)
-    finally:
-        module.train, module.build_model = original, original_build
-    folder = kept.pop("folder")
-    if folder:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        steps = [line for line in lines if line["event"] == "step"]
-        last = [line for line in lines if line["event"] == "epoch"][-1]
+def trained(main: Callable, argv: list[str], world: World, overflows: bool) -> dict:
+    """Run a chapter's `main`; return what is kept of it."""
+    kept = Kept(overflows)
+    main(world, argv, observers=[kept])
+    if world.rank == 0:
+        events = read_events(kept.run.folder / "metrics.jsonl")
+        steps = [event for event in events if event["event"] == "step"]
+        last = [event for event in events if event["event"] == "epoch"][-1]
         valid = [
             last["valid_samples"],
             last["valid_loss"],
             *last["valid_rmse"].values(),
             *last["valid_acc_timemean"].values(),
         ]
-        kept["records"] = {
+        kept.found["records"] = {
             "loss": [s["loss"] for s in steps],
             "grad_norm": [s["grad_norm"] for s in steps],
             "validation": valid + list(last["persistence_rmse"].values()),
         }
-    return kept
+    return kept.found
 
 
 def errors_of(kept: dict, reference: dict, slices: Callable[[dict], dict]) -> dict[str, tuple[float, str]]:
@@ -131,17 +117,25 @@ def worst_of(found: list[tuple[str, float, str]]) -> dict[str, tuple[float, str]
     return worst
 
 
+def draw_weights(folder: str, image: str) -> None:
+    """Draw the weights that all runs on an image begin with: in float32, whatever they train in."""
+    config, _ = load_config([x for x in flags({}, image, Mode(), folder) if not x.startswith("--init_from")])
+    torch.save(train.build_model(config, Fields.blank(config)).state_dict(), f"{folder}/{image}.pt")
+
+
 def serial(folder: str) -> None:
     """Train with train.py all that the grids are compared with, and keep it in FOLDER."""
+    written = [image for image in IMAGES if Path(folder, image).exists()]
+    for image in written:
+        draw_weights(folder, image)
     join(World())
     references = {}
-    written = [image for image in IMAGES if Path(folder, image).exists()]
     for name, mode in SERIAL.items():
         torch.set_default_dtype(getattr(torch, mode.dtype))
         images = {"float64": [i for i in written if i != FULL_IMAGE], FULL_IMAGE: [FULL_IMAGE]}.get(name, [NAMED_IMAGE])
         for image in set(images) & set(written):
             argv = flags({}, image, mode, folder)
-            references[image, name] = trained(train, argv, World(), overflows=name == "fp16")
+            references[image, name] = trained(train.main, argv, World(), overflows=name == "fp16")
             if mode.times_serial:
                 error = errors_of(references[image, name], references[image, "float64"], lambda whole: whole)
                 references[image, name]["error"] = error["gradients"][0]
@@ -149,32 +143,36 @@ def serial(folder: str) -> None:
     dist.destroy_process_group()
 
 
-def digests(weights: dict, sharded: set[str], tp_rank: int) -> dict[str, str]:
+def digests(weights: dict, sharded: dict[str, int], tp_rank: int) -> dict[str, str]:
     """Return a digest of each parameter; those of replicas have the same name on all their ranks."""
     slot = {name: f"{name}, tp rank {tp_rank}" if name in sharded else name for name in weights}
     return {slot[n]: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights.items()}
 
 
-def findings(mode: Mode, kept: dict, exact: dict | None, alike: dict | None, config, grid, shard) -> dict:
+def slices_of(whole: dict, sharded: dict[str, int], tp: int, tp_rank: int) -> dict:
+    """Return a tp rank's part of a whole state; q, k and v, which lie stacked, are each cut by themselves."""
+    parts = {name: (3 if ".qkv." in name else 1, dim) for name, dim in sharded.items()}
+    return {
+        name: torch.cat([part.chunk(tp, parts[name][1])[tp_rank] for part in x.chunk(parts[name][0])])
+        if name in parts
+        else x
+        for name, x in whole.items()
+    }
+
+
+def findings(mode: Mode, kept: dict, exact: dict | None, alike: dict | None, tp: int, tp_rank: int) -> dict:
     """Return what one rank has to say about its run.
 
     Args:
         exact, alike: the run of train.py in float64, and the one in this mode, if there is one.
     """
-    torch.set_default_dtype(torch.float64)
-    sizes = (SECTION["n_in_channels"], SECTION["n_out_channels"], config.embed_dim, config.depth, config.num_heads)
-
-    def slices(state: dict) -> dict:
-        whole = ViT(config.img_size, config.patch_size, *sizes)
-        whole.load_state_dict(state)
-        return dict(ParallelViT(whole, config, grid, shard).named_parameters())
-
+    slices = partial(slices_of, sharded=kept["sharded"], tp=tp, tp_rank=tp_rank)
     errors = errors_of(kept, exact, slices) if exact else {}
     if mode.times_serial:
         errors |= {k: v for k, v in errors_of(kept, alike, slices).items() if k == "loss"}
     return {
         "errors": errors,
-        "digests": digests(kept["weights"], kept["sharded"], grid.get_rank("tp")),
+        "digests": digests(kept["weights"], kept["sharded"], tp_rank),
         "scaler": (kept["steps"], kept["scale"]),
         "losses": kept.get("records", {}).get("loss"),
         "seed": torch.initial_seed(),
@@ -216,13 +214,6 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
     """One rank: run all cases; rank 0 prints a line of JSON for each."""
     torch.set_num_threads(1)
     references = torch.load(f"{folder}/references.pt")
-    built, original = [], train_mp.ParallelViT
-
-    def remember(serial, *args):
-        built.append(args)
-        return original(serial, *args)
-
-    train_mp.ParallelViT = remember
     for i, case in enumerate(json.loads(Path(folder, f"cases{ranks}.json").read_text())):
         world = World(rank, ranks, rank, "127.0.0.1", port + i)
         join(world)
@@ -232,10 +223,11 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
             counters.clear()
             torch.set_default_dtype(getattr(torch, mode.dtype))
             overflows = name == "fp16" and rank == ranks - 1
-            kept = trained(train_mp, flags(case["grid"], image, mode, folder), world, overflows)
+            kept = trained(train_mp.main, flags(case["grid"], image, mode, folder), world, overflows)
             exact, alike = references.get((image, mode.reference)), references.get((image, name))
-            everyone = [None] * ranks
-            dist.all_gather_object(everyone, findings(mode, kept, exact, alike, *built.pop()))
+            tp, cp, order = (case["grid"][key] for key in ("tensor_parallel", "context_parallel", "parallel_order"))
+            everyone, grid = [None] * ranks, Grid(ranks, rank, tp, cp, order)
+            dist.all_gather_object(everyone, findings(mode, kept, exact, alike, tp, grid.get_rank("tp")))
             if rank == 0:
                 result = judged(mode, everyone, alike, references[NAMED_IMAGE, "float64"]["records"]["loss"])
                 print(json.dumps({"grid": case["grid"], "image": image, "mode": name, **result}), flush=True)
@@ -243,6 +235,6 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    quiet()
+    logging.disable()  # the console costs time, and proves nothing here
     folder, *numbers = sys.argv[1:]
     worker(folder, *map(int, numbers)) if numbers else serial(folder)

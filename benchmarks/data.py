@@ -1,6 +1,7 @@
 """Runs of a benchmark: on which data, and what they recorded."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import train
 from utils.config_reader import load_config
 from utils.launch import World, join
+from utils.observers import Observer
 
 STATS = ("global_means", "global_stds", "time_means")
 
@@ -20,12 +22,12 @@ def path_flags(folder: str) -> list[str]:
     ]
 
 
-def train_here(flags: list[str]) -> list[dict]:
+def train_here(flags: list[str], observers: Iterable[Observer] = ()) -> list[dict]:
     """Run train.py in this process, and return the lines of its metrics.jsonl."""
     config, _ = load_config(flags)
     join(World())
     try:
-        train.main(World(), flags)
+        train.main(World(), flags, observers)
     finally:
         dist.destroy_process_group()
     path = Path(config.expdir) / config.config / "1GPU" / config.run_num / "metrics.jsonl"

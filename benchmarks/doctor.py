@@ -35,7 +35,6 @@ from benchmarks.simulate import simulate  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
 from utils.data_loader import BatchReader  # noqa: E402
-from utils.model_summary import summarise  # noqa: E402
 from utils.profiling import peak_flops  # noqa: E402
 from utils.verdict import memory_advice  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
@@ -151,14 +150,14 @@ def read_speed(reader: BatchReader, depth: int) -> float:
 
 def values(data: WeatherData) -> Iterator[Line]:
     """Look at some samples: are they finite, and do the statistics fit?"""
-    reader = data.train_loader.reader
+    reader, f = data.train_loader.reader, data.fields
     samples = np.linspace(0, len(reader.pairs) - 1, 8).astype(int)
     frames = []
     for file, t in reader.pairs[samples]:
         frames.append(reader.readers[0].read_frame(int(file), int(t)).astype(np.float64))
-    fields = (np.stack(frames) - data.means[data.inputs, None, None]) / data.stds[data.inputs, None, None]
-    yield Line(f"{len(reader.pairs)} samples of {len(data.in_names)} channels, {fields.shape[2]} x {fields.shape[3]}")
-    for name, channel in zip(data.in_names, fields.swapaxes(0, 1)):
+    values = (np.stack(frames) - f.means[f.inputs, None, None]) / f.stds[f.inputs, None, None]
+    yield Line(f"{len(reader.pairs)} samples of {len(f.in_names)} channels, {values.shape[2]} x {values.shape[3]}")
+    for name, channel in zip(f.in_names, values.swapaxes(0, 1)):
         if not np.isfinite(channel).all():
             yield Line(f"{name} is not finite everywhere", "mend the files: python -m utils.prepare_data check FOLDER")
             continue
@@ -166,8 +165,8 @@ def values(data: WeatherData) -> Iterator[Line]:
         if abs(mean) > 1 or not 0.3 < std < 3:
             found = f"{name} has mean {mean:.2f} and standard deviation {std:.2f} once it is normalised"
             yield Line(found, "the statistics are of other data: make them anew (docs/data.md)")
-    if np.isfinite(fields).all():
-        yield Line(f"normalised values lie between {fields.min():.1f} and {fields.max():.1f}")
+    if np.isfinite(values).all():
+        yield Line(f"normalised values lie between {values.min():.1f} and {values.max():.1f}")
 
 
 def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
@@ -233,9 +232,10 @@ def main(argv: list[str]) -> None:
     show("Limits", limits(data))
     if data:
         # A step computes three times the forward pass's operations.
-        layers = summarise(train.build_model, config, data)
+        with torch.device("meta"):
+            flops = train.build_model(dataclasses.replace(config, init_from=None), data.fields).flops()
         peak, source = peak_flops(device, config.amp_mode, config.tf32)
-        needed = MFU * peak * args.nproc / (3 * layers[0].flops)  # samples/s
+        needed = MFU * peak * args.nproc / (3 * flops)  # samples/s
         print(f"\n(A step is taken to reach {MFU:.0%} of {peak / 1e12:.3g} TFLOP/s a rank: {source})")
         show("Data", values(data))
         show("Storage", storage(data, needed * here / args.nproc))

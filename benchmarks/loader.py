@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.data import path_flags, train_here
 from benchmarks.record import write_record
-from utils.data_loader import Loader, SampleOrder
+from utils.data_loader import Loader, Reading, SampleOrder, Samples
 from utils.era5 import Files
 from utils.frame_reader import FrameReader
 from utils.normalisation import Normaliser
@@ -112,12 +112,15 @@ class Stock:
         yield from self.loader
 
 
-def native(files: Files, order: SampleOrder, workers: int, depth: int | None = None, kind=Loader, **more) -> Loader:
+def samples_of(files: Files) -> Samples:
+    """Return pairs of whole frames."""
+    C, H, W = files.shape
+    return Samples(tuple(FrameReader(files, list(range(C)), range(H), W) for _ in "it"), files.samples(1), 1)
+
+
+def native(files: Files, order: SampleOrder, workers: int, depth: int | None = None) -> Loader:
     """Return the project's loader of whole frames."""
-    readers = tuple(
-        FrameReader(files, list(range(files.shape[0])), range(files.shape[1]), files.shape[2]) for _ in "it"
-    )
-    return kind(readers, files.samples(1), 1, order, workers, depth, **more)
+    return Loader(samples_of(files), order, Reading(workers, depth))
 
 
 class Normalised:
@@ -138,7 +141,7 @@ def dali(files: Files, order: SampleOrder) -> Loader:
     from utils.data_loader_dali import DaliLoader
 
     stats = ((np.zeros(SHAPE[0]), np.ones(SHAPE[0])),) * 2
-    return native(files, order, 1, kind=DaliLoader, stats=stats, device=torch.device("cpu"))
+    return DaliLoader(samples_of(files), order, Reading(1), stats, torch.device("cpu"))
 
 
 def cases(layout: str) -> dict[str, Callable]:

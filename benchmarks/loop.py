@@ -6,13 +6,39 @@ import time
 from functools import partial
 
 import torch
+from torch import Tensor
 
 import train
 from benchmarks.bench import REFERENCE
-from benchmarks.data import path_flags
-from utils.config_reader import load_config
-from utils.launch import World, join
+from benchmarks.data import path_flags, train_here
+from utils.observers import EpochRecord, Observer
+from utils.run import Run
 from utils.sample_data import write_shape
+
+
+class BareSteps(Observer):
+    """After each iteration of the loop a bare step on one batch that lies in memory."""
+
+    def __init__(self, batch: list[Tensor]):
+        self.batch = batch
+        self.ratios: list[list[float]] = [[]]  # of each epoch: what an iteration takes over the bare step, less 1
+
+    def begin(self, run: Run) -> None:
+        config, state = run.job.config, run.state
+        self.step = partial(train.forward_backward, state.model, scaler=state.scaler, config=config)
+        self.update = partial(train.update_weights, state.optimizer, state.scaler, config, lr=config.lr)
+        self.resumed = time.perf_counter()
+
+    def after_step(self, iteration: int, left: int) -> None:
+        begin = time.perf_counter()
+        self.step(*self.batch)
+        self.update()
+        end = time.perf_counter()
+        self.ratios[-1].append((begin - self.resumed) / (end - begin) - 1)
+        self.resumed = end
+
+    def after_epoch(self, record: EpochRecord, example: tuple) -> None:
+        self.ratios.append([])
 
 
 def loop_overhead(rounds: int) -> list[float]:
@@ -20,44 +46,9 @@ def loop_overhead(rounds: int) -> list[float]:
 
     An iteration of the loop and a bare step on one batch that lies in memory take turns.
     """
-    batch = [torch.randn(8, 20, 64, 128) for _ in range(2)]
-    ratios: list[list[float]] = []
-
-    class Alternating(train.Run):
-        def batches(self):
-            ratios.append([])
-            self.resumed = time.perf_counter()
-            yield from super().batches()
-
-        def after_step(self, *args: object) -> None:
-            super().after_step(*args)
-            begin = time.perf_counter()
-            step(*batch)
-            update(config.lr)
-            end = time.perf_counter()
-            ratios[-1].append((begin - self.resumed) / (end - begin) - 1)
-            self.resumed = end
-
-        def after_epoch(self, *_: object) -> None:
-            self.epochs += 1
-
-        def __exit__(self, *error: object) -> None:
-            super().__exit__(KeyboardInterrupt, None, None)  # nothing was validated, so there is no result to log
-
-    count = 20
-    join(World())
+    count, bare = 20, BareSteps([torch.randn(8, 20, 64, 128) for _ in range(2)])
     with tempfile.TemporaryDirectory() as folder:
         write_shape(f"{folder}/data", (20, 64, 128), samples=8 * count + 1)
         flags = [*REFERENCE, "--expdir", folder, "--num_iters", str(count * rounds), *path_flags(f"{folder}/data")]
-        flags += ["--checkpoint_every", "None"]
-        config = load_config(flags)[0].with_batches(1)
-        data = train.WeatherData(config)
-        model = train.build_model(config, data)
-        optimizer, scaler = train.build_optimizer(model, config), train.build_scaler(config, data.device)
-        step = partial(train.forward_backward, model, scaler=scaler, config=config)
-        update = partial(train.update_weights, optimizer, scaler, config)
-        with Alternating(config, World(), data.device, data, train.build_model) as run:
-            run.begin(train.TrainingState(model, optimizer, scaler), [])
-            train.train(step, update, model, data, config, run)
-    torch.distributed.destroy_process_group()
-    return [statistics.median(round[1:]) for round in ratios]  # the first iteration waits for the reader to start
+        train_here([*flags, "--checkpoint_every", "None", "--limit_nsamples_val", "1"], [bare])
+    return [statistics.median(epoch[1:]) for epoch in bare.ratios[:-1]]  # the first iteration waits for the reader

@@ -13,6 +13,7 @@ import argparse
 import collections
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -31,12 +32,12 @@ from benchmarks.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients
 from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
 from networks.attention import check_attention
-from networks.vit import ViT
-from train import AMP_DTYPE, build_optimizer, forward_backward
+from train import AMP_DTYPE, build_model, build_optimizer, forward_backward
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
 from utils.config import Config
 from utils.config_reader import load_config
+from utils.fields import Fields
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
 TP4, CP4, PLAIN, ULYSSES = (
@@ -120,19 +121,10 @@ def simulate(dp: int, argv: Sequence[str]) -> dict:
 def step_of(config: Config, grid: Grid) -> dict:
     """Run two steps and return what `simulate` returns."""
     shard = shard_tokens(config, grid)
-    named, numbers = (config.in_channels, config.out_channels), (config.n_in_channels, config.n_out_channels)
-    channels = [len(names) if names else number for names, number in zip(named, numbers)]
-    if config.residual and channels[1] > channels[0]:
-        raise ValueError(f"residual needs every forecast channel among the inputs: {channels[1]} of {channels[0]}")
-    serial = ViT(
-        config.img_size, config.patch_size, *channels, config.embed_dim, config.depth, config.num_heads,
-        dropout=config.dropout, drop_path=config.drop_path, attention=config.attention,
-        activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
-        residual=range(channels[1]) if config.residual else None,
-    )  # fmt: skip
-    model = ParallelViT(serial, config, grid, shard)
+    fields = Fields.blank(config)
+    model = ParallelViT(build_model(replace(config, init_from=None), fields), config, grid, shard)
     samples = config.local_batch_size * config.accumulation_steps
-    batch = [torch.zeros(samples, c, *shard.shape) for c in channels]
+    batch = [torch.zeros(samples, len(names), *shard.shape) for names in (fields.in_names, fields.out_names)]
     optimizer = build_optimizer(model, config)
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     scaler = GridScaler("cpu", grid.get_group("tp-cp"), enabled=config.amp_mode == "fp16")

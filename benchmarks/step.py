@@ -86,7 +86,7 @@ def figures_of(found: dict, name: str, figures: dict, spread: dict) -> None:
         datasheet, _ = peak_flops(bench.device, bench.config.amp_mode, bench.config.tf32)
         figures[f"{name}: fraction_of_datasheet"] = bench.flops() / min(medians) / datasheet
     # A step of attention as it is, and of everything else at the speed of a large matrix product.
-    N, D = bench.data.tokens.total, bench.config.embed_dim
+    N, D = bench.tokens, bench.config.embed_dim
     in_attention = bench.config.global_batch_size * bench.config.depth * 3 * 4 * N**2 * D
     ideal = bench.attention_seconds() + (bench.flops() - in_attention) / max(found["peaks"])
     figures[f"{name}: attention_limited_fraction"] = bench.flops() / ideal / max(found["peaks"])

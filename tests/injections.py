@@ -11,50 +11,33 @@ from typing import BinaryIO
 
 import torch
 
-from utils import checkpoint, run
+from utils import checkpoint
+from utils.observers import Observer
+from utils.run import Run
+from utils.saving import Saving
 
-# On the ranks: each is called on every rank before it starts.
+# On the ranks: each looks at the run, or is called on every rank before it starts.
 
 
-@dataclass(frozen=True)
-class At:
+@dataclass
+class At(Observer):
     """Something that happens to one rank, or to all, after an iteration (checkpoints follow 4, 5, 8, 10 and 12)."""
 
-    do: Callable[[run.Run], None]
+    do: Callable[[Run], None]
     rank: int | None = None
     iteration: int = 7
 
-    def __call__(self) -> None:
-        if self.rank is not None and int(os.environ["RANK"]) != self.rank % int(os.environ["WORLD_SIZE"]):
+    def begin(self, run: Run) -> None:
+        self.run = run
+
+    def after_step(self, iteration: int, left: int) -> None:
+        world = self.run.job.world
+        if iteration != self.iteration or self.rank is not None and world.rank != self.rank % world.size:
             return
-        original = run.Run.after_step
-
-        def after_step(this: run.Run, *args: object) -> None:
-            original(this, *args)
-            if this.iteration == self.iteration:
-                if writer := this.saving.checkpointer.thread:
-                    writer.join()  # then what is there is known
-                self.do(this)
-
-        run.Run.after_step = after_step
-
-
-@dataclass(frozen=True)
-class InValidation:
-    """Something that happens to all ranks in the first validation, after iteration 5."""
-
-    do: Callable[[run.Run], None]
-
-    def __call__(self) -> None:
-        original = run.Run.validation_batches
-
-        def validation_batches(this: run.Run) -> Iterator[object]:
-            for i, batch in enumerate(original(this)):
-                if i == 0 and this.iteration == 5:
-                    self.do(this)
-                yield batch
-
-        run.Run.validation_batches = validation_batches
+        (saving,) = (observer for observer in self.run.observers if isinstance(observer, Saving))
+        if writer := saving.checkpointer.thread:
+            writer.join()  # then what is there is known
+        self.do(self.run)
 
 
 @dataclass(frozen=True)
@@ -83,13 +66,13 @@ class Send:
 
     number: int
 
-    def __call__(self, _: run.Run) -> None:
+    def __call__(self, _: Run) -> None:
         os.kill(os.getpid(), self.number)
 
 
-def make_unwritable(this: run.Run) -> None:
+def make_unwritable(this: Run) -> None:
     """Nothing can be written where checkpoints go. (For root no folder is read-only: here it is no folder.)"""
-    if this.report:
+    if this.logger:
         (this.folder / "checkpoints").rename(this.folder / "kept")
         (this.folder / "checkpoints").touch()
 
@@ -145,14 +128,14 @@ class Fault:
     """One row of the matrix.
 
     Args:
-        on_ranks: called on each rank before it starts.
+        on_ranks: observers of the run, and what is called on each rank before it starts.
         codes: exit codes that a rank may have.
         resumes: iterations done in the checkpoint that the next process goes on from.
         says: what the log or the terminal tells.
         then: what happens to the folder before the next process.
     """
 
-    on_ranks: tuple[Callable[[], None], ...]
+    on_ranks: tuple[Observer | Callable[[], None], ...]
     codes: set[int]
     resumes: int
     says: str
@@ -166,7 +149,7 @@ FAULTS = {
     "SIGTERM": Fault((STOP,), {75}, 9, "Stopping after 9 of 14 iterations: SIGTERM"),
     "SIGUSR1, one rank": Fault((At(Send(signal.SIGUSR1), rank=-1),), {75}, 9, "Stopping after 9 of 14 iterations: "),
     "SIGINT": Fault((At(Send(signal.SIGINT)),), {75}, 9, "Stopping after 9 of 14 iterations: SIGINT"),
-    "SIGTERM in validation": Fault((InValidation(Send(signal.SIGTERM)),), {75}, 5, "Stopping after 5 of 14 iter"),
+    "SIGTERM in validation": Fault((At(Send(signal.SIGTERM), iteration=5),), {75}, 5, "Stopping after 5 of 14 iter"),
     "SIGKILL, one rank": Fault((At(KILL, rank=-1),), {-9, 1}, 5, ""),
     "SIGKILL, all ranks": Fault((At(KILL, iteration=9),), {-9, 1}, 8, ""),
     "SIGKILL in mid-save": Fault((InSave(killed),), {-9, 1}, 5, ""),

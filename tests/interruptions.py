@@ -17,7 +17,9 @@ from tqdm import tqdm
 
 from tests.helpers import SERVER, clean_environment, free_port, records, run_folder, tiny_flags
 from tests.injections import At, Fault, Send
-from utils import checkpoint, report
+from utils import checkpoint
+from utils.observers import Observer
+from utils.run_logger import RunLogger
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ FLAGS = ("--global_batch_size=4", "--num_iters=14", "--checkpoint_every=4", "--d
 
 
 class Ranks:
-    """The ranks of a run, each a process. The faults are called on each of them before it starts."""
+    """The ranks of a run, each a process. The faults are observers, or are called on each of them before it starts."""
 
-    def __init__(self, grid: Grid, argv: list[str], log: Path, faults: tuple[Callable[[], None], ...] = ()):
+    def __init__(self, grid: Grid, argv: list[str], log: Path, faults: tuple[Observer | Callable[[], None], ...] = ()):
         env = clean_environment(WORLD_SIZE=str(grid.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         self.log = log
         self.processes = [
@@ -98,12 +100,14 @@ def _run_rank(script: str, argv: list[str], env: dict[str, str], log: Path, faul
     os.dup2(file, 2)
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed leaves behind
-    report.Report._draw = lambda *_: None  # pictures take half of the time
+    RunLogger._draw = lambda *_: None  # pictures take half of the time
     module = sys.modules[script]
     sys.argv = [f"{script}.py", *argv]
+    watching = [fault for fault in faults if isinstance(fault, Observer)]
     for fault in faults:
-        fault()
-    module.start(module.main, argv)
+        if fault not in watching:
+            fault()
+    module.start(partial(module.main, observers=watching), argv)
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[], None]:

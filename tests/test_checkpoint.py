@@ -284,7 +284,7 @@ def test_weights_leave_a_run_and_begin_another(tiny, script, name):
     folder, out = run_here(argv, script.main, name), tiny / "weights.pt"
     told = checkpoint.export(folder, out)
     config = load_config(argv)[0].with_batches(1)
-    model = train.build_model(config, train.WeatherData(config))
+    model = train.build_model(config, train.WeatherData(config).fields)
     model.load_state_dict(torch.load(out, weights_only=True))
     count = sum(p.numel() for p in model.parameters())
     assert told == f"{folder}/checkpoints/00000006-validated: wrote {count:,} weights after 6 iterations to {out}"

@@ -179,9 +179,9 @@ def test_what_a_process_takes_of_the_machine(tmp_path):
 def test_the_summary_of_a_model(tiny):
     config = load_config(tiny_flags(tiny))[0].with_batches(1)
     data, before = WeatherData(config), torch.random.get_rng_state()
-    layers = summarise(train.build_model, config, data)
+    layers = summarise(train.build_model, config, data.fields)
     assert torch.equal(torch.random.get_rng_state(), before)  # the run's random numbers do not notice
-    model = train.build_model(config, data)
+    model = train.build_model(config, data.fields)
     in_attention = 4 * 32**2 * 32 * len(model.blocks)  # of 32 tokens of width 32, between the linear layers
     linear = sum(layer.flops for layer in layers if layer.kind == "Linear")
     assert layers[0].flops == model.flops() == linear + in_attention

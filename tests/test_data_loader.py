@@ -128,9 +128,9 @@ def test_limits_and_a_later_start(tiny):
 def test_channels_by_name_and_their_origins(tmp_path):
     write_data(tmp_path, names=["a", "b", "c"])
     data = weather(tmp_path, "--in_channels", "c", "a", "--out_channels", "a", "b", "--plot_channels", "b")
-    assert (data.inputs, data.outputs, data.origins) == ([2, 0], [0, 1], [1, -1])
-    assert data.plot_channels == [1] and data.units == ["m s-1"] * 2
-    assert weather(tmp_path, "--channel_names", "x", "y", "z").in_names == ["x", "y", "z"]
+    assert (data.fields.inputs, data.fields.outputs, data.fields.origins) == ([2, 0], [0, 1], [1, -1])
+    assert data.fields.plot_channels == [1] and data.fields.units == ["m s-1"] * 2
+    assert weather(tmp_path, "--channel_names", "x", "y", "z").fields.in_names == ["x", "y", "z"]
     with pytest.raises(ValueError, match="'b' is not: add it"):
         weather(tmp_path, "--in_channels", "c", "a", "--out_channels", "a", "b", "--residual")
 
@@ -157,17 +157,17 @@ def test_stored_grid_and_lead_time_are_used(tmp_path):
         with h5py.File(path, "r+") as file:
             file["latitude"] = np.linspace(80, -80, 17)
     data = weather(tmp_path, "--dt", "2")
-    assert data.latitude[0] == 80 and len(data.latitude) == 16 and data.hours == "12 h"
+    assert data.fields.latitude[0] == 80 and len(data.fields.latitude) == 16 and data.fields.hours == "12 h"
     for path in tmp_path.glob("*/*.h5"):
         write_file(path, fields(9, 3, 17, 32), start=None)
-    assert weather(tmp_path).hours.startswith("6 h (assumed")
+    assert weather(tmp_path).fields.hours.startswith("6 h (assumed")
 
 
 def test_time_diff_stds_scale_the_residual(tiny):
     np.save(tiny / "diff.npy", np.full((1, 3, 1, 1), 0.5, np.float32))
     data = weather(tiny, "--residual", "--time_diff_stds_path", str(tiny / "diff.npy"))
     np.testing.assert_allclose(
-        data.residual_scale, 0.5 / np.load(tiny / "stats/global_stds.npy")[0, :, 0, 0], rtol=1e-6
+        data.fields.residual_scale, 0.5 / np.load(tiny / "stats/global_stds.npy")[0, :, 0, 0], rtol=1e-6
     )
     with pytest.raises(ValueError, match="add --residual"):
         weather(tiny, "--time_diff_stds_path", str(tiny / "diff.npy"))
@@ -190,8 +190,8 @@ def test_crop_rule(tmp_path):
 def test_units_and_statistics(tiny):
     data = weather(tiny)
     field = torch.randn(16, 32)
-    expected = field.double().numpy() * data.stds[2] + data.means[2]
-    np.testing.assert_allclose(data.to_units(field, 2), expected)
+    expected = field.double().numpy() * data.fields.stds[2] + data.fields.means[2]
+    np.testing.assert_allclose(data.fields.to_units(field, 2), expected)
     with pytest.raises(ValueError, match=r"shape \[1, 3, 1, 1\]: k must be \[1, 2, 1, 1\]"):
         load_stats(str(tiny / "stats/global_stds.npy"), [(1, 2, 1, 1)], "k")
     with pytest.raises(ValueError, match="did you mean 't2m'"):

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tests.helpers import (
 from tests.test_timeline import check_times
 from utils.config_reader import load_config
 from utils.device import EXPANDABLE, allocator_settings, allow_tf32, pick_device
+from utils.observers import Observer
 from utils.profiling import peak_flops
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
@@ -144,25 +146,22 @@ def test_the_host_waits_for_the_step_before_last_and_not_in_the_loader(tmp_path,
 @pytest.mark.parametrize(
     "flags", [[], ["--enable_fused"], ["--enable_fused", "--amp_mode", "fp16"], ["--amp_mode", "bf16"], ["--report"]]
 )
-def test_the_loop_adds_no_synchronisation(tiny, monkeypatch, flags):
+def test_the_loop_adds_no_synchronisation(tiny, flags):
     """torch raises where the host waits for the device, from iteration 12 to 19: a send of the records lies between.
 
     (GradScaler.step itself waits, unless Adam is fused: fp16 is tried with the fused one.)
     """
 
-    class Watched(train.Run):
-        def after_step(self, *args):
-            super().after_step(*args)
-            if self.iteration == 12:
+    class NoWaits(Observer):
+        def after_step(self, iteration, left):
+            if iteration == 12:
                 torch.cuda.set_sync_debug_mode("error")
-            if self.iteration == 19:
+            if iteration == 19:
                 torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(train, "Run", Watched)
+    argv = on_gpu(tiny, "--global_batch_size", "1", "--num_iters", "20", "--residual", "--clip_grad_norm", "1", *flags)
     try:
-        run_here(
-            on_gpu(tiny, "--global_batch_size", "1", "--num_iters", "20", "--residual", "--clip_grad_norm", "1", *flags)
-        )
+        run_here(argv, partial(train.main, observers=[NoWaits()]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from tests.helpers import group_of_one, losses, norms, records, run_folder, run_here, tiny_flags
 from tests.injections import At, Send
 from tests.interruptions import FLAGS, Grid, Ranks, in_dtype, undisturbed
-from utils import checkpoint, nonfinite, run
+from utils import checkpoint, nonfinite
 from utils.config_reader import load_config
 from utils.nonfinite import NonfiniteGuard
+from utils.run import Run
 from utils.setup import limit_waits
 
 
@@ -102,11 +103,11 @@ def test_skips_add_up_only_in_a_row(monkeypatch):
     config, lines = load_config(["--config=demo", "--on_nonfinite=skip"])[0], []
     guard = NonfiniteGuard(config, SimpleNamespace(train_loader=Loader("a")), lambda *line: lines.append(line))
     for i in range(1, 100):
-        guard.check_step(i, 1.0, math.nan if i % 31 else 1.0)
+        guard.step_is_known({"iteration": i, "loss": 1.0, "grad_norm": math.nan if i % 31 else 1.0})
     assert len(lines) == 96
     with pytest.raises(ValueError, match="31 steps in a row were skipped, and iteration .* diverged"):
         for i in range(100, 200):
-            guard.check_step(i, 1.0, math.nan)
+            guard.step_is_known({"iteration": i, "loss": 1.0, "grad_norm": math.nan})
 
 
 def hang(_) -> None:
@@ -196,9 +197,9 @@ def test_a_full_disk_ends_nothing(tiny):
         subprocess.run(["umount", disk], check=True)
 
 
-def fill(this: run.Run) -> None:
+def fill(this: Run) -> None:
     """Fill the disk of a run to the last byte."""
-    if this.report:
+    if this.logger:
         with (this.folder / "filling").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1000))

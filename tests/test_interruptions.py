@@ -14,7 +14,7 @@ from tests.helpers import run_folder, tiny_flags, wait_until, write_data
 from tests.injections import FAULTS, KILL, At, Fault, InSave, InValidation, Send
 from tests.interruptions import FLAGS, GRIDS, Grid, Ranks, check_equal, disturbed, moved, undisturbed, worst_error
 from utils import checkpoint
-from utils.report import Report
+from utils.saving import Saving
 
 # Each fault on one grid here, and all on all in fault_matrix.py.
 LOST = "00000008 was not written ("
@@ -66,13 +66,7 @@ def test_saves_go_on_after_one_in_which_the_ranks_lost_each_other(whole, name):
 
 def die_validated() -> None:
     """Be killed when a validation is recorded, and its checkpoint not yet written."""
-    original = Report.validation
-
-    def validation(this: Report, *args: object) -> None:
-        original(this, *args)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    Report.validation = validation
+    Saving.after_epoch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_validation_that_is_done_twice_is_on_the_board_once(whole):

@@ -31,7 +31,7 @@ def average_by_hand(argv, folder) -> dict[str, torch.Tensor]:
     """Return the average of the weights that a run had after each step, in float64."""
     config = load_config(argv)[0].with_batches(1)
     average = {
-        name: x.double() for name, x in train.build_model(config, train.WeatherData(config)).state_dict().items()
+        name: x.double() for name, x in train.build_model(config, train.WeatherData(config).fields).state_dict().items()
     }
     for i in range(1, 9):
         decay = min(DECAY, (1 + i) / (10 + i))
@@ -91,12 +91,12 @@ def test_a_stop_during_its_validation_saves_the_weights_themselves(tiny):
     whole = {kind: weights(folder, 2, kind) for kind in ("model", "ema")}  # two iterations are an epoch
     stopped = tiny_flags(tiny, *AVERAGED, "--run_num", "stopped")
 
-    def stop_if_asked(saving, iteration, original=Saving.stop_if_asked):
+    def stop_if_asked(saving, iteration, original=Saving.after_validation_batch):
         is_its_validation = saving.checkpointer.state.average.is_in_place
         with mock.patch.object(saving.requests, "agree", lambda: (is_its_validation, False)):
             original(saving, iteration)
 
-    with mock.patch.object(Saving, "stop_if_asked", stop_if_asked), pytest.raises(Ended):
+    with mock.patch.object(Saving, "after_validation_batch", stop_if_asked), pytest.raises(Ended):
         run_here(stopped)
     for kind, expected in whole.items():
         for name, x in weights(run_folder(stopped), 2, kind).items():

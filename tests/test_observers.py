@@ -11,7 +11,7 @@ from torch.profiler import profile
 
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags, wait_until
-from utils import observers, run_costs, step_profile, system_watch
+from utils import profiles, run_costs, step_profile, system_watch
 from utils.errors import Ended
 from utils.run_costs import RunCosts
 from utils.step_profile import StepProfiler
@@ -78,7 +78,7 @@ def test_no_rank_steps_before_all_profilers_have_begun(tiny, monkeypatch):
 def test_a_gpu_is_waited_for_around_a_profile_alone(tiny, monkeypatch, flags, waits):
     """Around the report's step; not between the steps of a trace, which shows how they overlap."""
     told = []
-    monkeypatch.setattr(observers, "synchronize", told.append)
+    monkeypatch.setattr(profiles, "synchronize", told.append)
     run_here(tiny_flags(tiny, "--num_iters", "6", *flags))
     assert len(told) == waits
 

@@ -27,7 +27,7 @@ from tests.helpers import (
 from tests.test_data_loader import read, weather
 from utils.errors import ReadError
 from utils.frame_reader import FrameReader
-from utils.read_ahead import Job, ReadAhead
+from utils.read_ahead import Read, ReadAhead
 from utils.read_worker import ReaderProcess
 
 
@@ -106,7 +106,7 @@ def test_no_batch_is_overwritten_while_it_is_in_use(tiny):
 def test_as_many_reads_as_asked_are_under_way():
     """Eight readers, and batches of two frames: each read waits until eight are under way."""
     together = threading.Barrier(8, timeout=120)
-    plan = lambda slot: [Job(slot, part, 0, 0, 0, None) for part in (0, 1)]  # noqa: E731
+    plan = lambda slot: [Read(slot, part, 0, 0, 0, None) for part in (0, 1)]  # noqa: E731
     with ReadAhead(6, [lambda job: together.wait()] * 8, plan) as ahead:
         for _ in range(12):
             ahead.release(ahead.take())
@@ -115,7 +115,7 @@ def test_as_many_reads_as_asked_are_under_way():
 
 def test_a_reader_can_be_the_one_to_end_it():
     """The garbage collector runs in any thread, also in one that reads: it must not wait for itself."""
-    plan = lambda slot: [Job(slot, 0, 0, 0, 0, None)]  # noqa: E731
+    plan = lambda slot: [Read(slot, 0, 0, 0, 0, None)]  # noqa: E731
     made = queue.Queue()
     ahead = ReadAhead(2, [lambda job: made.get().__exit__()] * 2, plan)
     made.put(ahead)
@@ -250,12 +250,10 @@ def test_after_an_error_an_epoch_can_be_read_again(folder):
 def test_a_run_whose_file_breaks_ends_with_one_line(folder, workers):
     """The second epoch finds a file that is shorter than at the start."""
     code = (
-        "import sys, os, glob, train; from utils.launch import start; from utils.run import Run\n"
-        "after = Run.after_epoch\n"
-        "def cut(*args):\n    after(*args)\n"
-        f"    [os.truncate(path, 2500) for path in glob.glob({str(folder)!r} + '/train/*')]\n"
-        "Run.after_epoch = cut\n"
-        "start(train.main, sys.argv[1:])"
+        "import sys, os, glob, train; from utils.launch import start; from utils.observers import Observer\n"
+        "class Cut(Observer):\n    def after_epoch(self, *_):\n"
+        f"        [os.truncate(path, 2500) for path in glob.glob({str(folder)!r} + '/train/*')]\n"
+        "start(lambda *args: train.main(*args, [Cut()]), sys.argv[1:])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, *tiny_flags(folder, "--num_data_workers", workers, "--num_iters", "40")],
@@ -270,12 +268,11 @@ def test_a_file_that_breaks_on_one_rank_ends_all(tiny):
     """The rank that meets it says so; the others end, too, and do not wait for it."""
     code = (
         "import os, sys, train; from utils.launch import start; from utils.frame_reader import FrameReader\n"
+        "from utils.observers import Observer\n"
         "def gone(*_): raise OSError('gone')\n"
-        "from utils.run import Run; after = Run.after_epoch\n"
-        "def cut(*args):\n    after(*args)\n"
-        "    if os.environ['RANK'] == '1': FrameReader._read_direct = gone\n"
-        "Run.after_epoch = cut; sys.argv[0] = 'train.py'\n"
-        "start(train.main, sys.argv[1:])"
+        "class Cut(Observer):\n    def after_epoch(self, *_):\n"
+        "        if os.environ['RANK'] == '1': FrameReader._read_direct = gone\n"
+        "sys.argv[0] = 'train.py'; start(lambda *args: train.main(*args, [Cut()]), sys.argv[1:])"
     )
     first, second = run_ranks(2, ["-c", code, *tiny_flags(tiny, "--num_data_workers", "1", "--num_iters", "40")])
     assert second.returncode == 2 and "Traceback" not in second.stderr

@@ -60,7 +60,7 @@ def test_a_run_leaves_what_a_user_sees(tiny, caplog):
     assert [s["iteration"] for s in steps] == [1, 2, 3, 4, 5]  # exactly num_iters, across epochs of 2
     assert [(e["epoch"], e["iteration"]) for e in epochs] == [(1, 2), (2, 4), (3, 5)]
     config = load_config(argv)[0]
-    model = train.build_model(config, train.WeatherData(config.with_batches(1)))
+    model = train.build_model(config, train.WeatherData(config.with_batches(1)).fields)
     weights, held = 4 * sum(p.numel() for p in model.parameters()) / 2**30, epochs[-1]["memory_gb"]
     assert held["weights"] == pytest.approx(weights, rel=1e-3) and held["gradients"] == pytest.approx(weights)
     assert held["optimizer"] == pytest.approx(2 * weights, rel=2e-3) and held["peak"] > held["activations"] >= 0
@@ -407,9 +407,9 @@ def run_of_one(folder, *flags):
     device = torch.device("cpu")
     with group_of_one():
         data = train.WeatherData(config, device)
-        model = train.build_model(config, data)
+        model = train.build_model(config, data.fields)
         optimizer, scaler = train.build_optimizer(model, config), train.build_scaler(config, device)
-        run = train.Run(config, World(), device, data, train.build_model)
+        run = train.Run(train.Job(config, World(), device, data), train.build_model)
         run.begin(train.TrainingState(model, optimizer, scaler), [])
         yield run
         run.__exit__(KeyboardInterrupt, None, None)

@@ -4,12 +4,39 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from utils.config import Config
 from utils.tensorboard import SummaryWriter
 from utils.tracker import MlflowBoard
+
+# What of a line of metrics.jsonl is a curve. Where a key has several values, each is one, by its name.
+TAGS = {
+    "step": {"loss": "Loss/step", "grad_norm": "Gradient norm", "lr": "Learning Rate"},
+    "speed": {"iters_per_sec": "Avg iters per sec", "samples_per_sec": "Avg samples per sec"},
+    "epoch": {
+        "train_loss": "Loss/train",
+        "valid_loss": "Loss/valid",
+        "valid_loss_ema": "Loss/valid_ema",
+        "valid_rmse": "RMSE({})/valid",
+        "valid_rmse_ema": "RMSE({})/valid_ema",
+        "valid_acc_timemean": "ACC_timemean({})/valid",
+        "memory_gb": "Memory/{} [GiB]",
+        "valid_samples_per_sec": "Speed/validation",
+        "loader_samples_per_sec": "Speed/readers",
+        "mfu": "MFU",
+    },
+    "time": {"seconds": "Time/{} [s]"},
+    "system": {
+        key: f"System/{key}"
+        for key in (
+            *("cores", "memory_gb", "node_memory", "read_gb", "written_gb", "sent_gb", "received_gb"),
+            *("gpu_use", "gpu_memory_gb", "joules", "joules_per_sample"),
+        )
+    },
+}
 
 
 class Curves:
@@ -31,6 +58,14 @@ class Curves:
             for name, value in values.items():
                 for board in self.boards:
                     board.add_scalar(name, value, step)
+
+    def points(self, event: dict[str, Any]) -> None:
+        """Add a point to each curve that a line of metrics.jsonl tells of."""
+        found: dict[str, float] = {}
+        for key, tag in TAGS[event["event"]].items():
+            value = event.get(key)
+            found |= {tag.format(name): x for name, x in value.items()} if isinstance(value, dict) else {tag: value}
+        self.scalars({tag: value for tag, value in found.items() if value is not None}, event["iteration"])
 
     def image(self, name: str, pixels: np.ndarray, step: int) -> None:
         """Add a picture, uint8 [rows, columns, 3]."""

@@ -15,8 +15,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from utils.batch_ring import BatchRing
 from utils.frame_reader import FrameReader
-from utils.read_ahead import Job, ReadAhead
+from utils.read_ahead import Read, ReadAhead
 from utils.read_worker import ReaderProcess
 
 
@@ -91,52 +92,65 @@ class SampleOrder:
                 iteration += 1
 
 
-class BatchReader:
-    """Reads the samples of a batch, pairs (state, state `dt` steps later), into a slot of a ring.
+class Samples(NamedTuple):
+    """The samples of a data set, pairs (state, state `dt` steps later), and what reads them."""
+
+    readers: tuple[FrameReader, FrameReader]  # of the inputs, and of the targets
+    pairs: np.ndarray  # rows (file, t): the steps that the samples begin with, [n, 2]
+    dt: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How samples are read.
 
     Args:
-        readers: what reads the inputs, and what reads the targets.
-        pairs: rows (file, t): the steps that the samples begin with.
-        B: samples of a batch.
-        slots: batches that there is room for.
+        num_workers: 0 reads when the loop asks. 1 and more read ahead: as threads from contiguous files, as processes
+            from those that HDF5 must read.
+        read_depth: reads under way at once from contiguous files; as many as workers by default.
         pin: let a GPU copy from the buffers while the host goes on.
         share: which places of a batch are read here, by default all.
+    """
+
+    num_workers: int = 0
+    read_depth: int | None = None
+    pin: bool = False
+    share: slice = field(default_factory=lambda: slice(None))
+
+
+class BatchReader:
+    """Reads the samples of a batch into a slot of a ring.
+
+    Args:
+        B: samples of a batch.
+        slots: batches that there is room for.
 
     Raises OSError where the buffers do not fit into memory.
     """
 
-    def __init__(
-        self,
-        readers: tuple[FrameReader, FrameReader],
-        pairs: np.ndarray,
-        dt: int,
-        B: int,
-        slots: int,
-        pin: bool,
-        share: slice,
-    ):
-        self.readers, self.pairs, self.dt, self.share = readers, pairs, dt, share
-        self.read_size = len(range(B)[share])
-        self.ring = BatchRing(slots, self.read_size, readers)
+    def __init__(self, samples: Samples, B: int, slots: int, how: Reading):
+        (self.readers, self.pairs, self.dt), self.share = samples, how.share
+        self.read_size = len(range(B)[how.share])
+        self.ring = BatchRing(slots, self.read_size, self.readers)
         self.durations: deque[float] = deque(maxlen=1000)  # s, of the last reads
         self.batches = [
-            Batch(*map(torch.from_numpy, frames), torch.empty(B), is_shared=share != slice(None))
+            Batch(*map(torch.from_numpy, frames), torch.empty(B), is_shared=how.share != slice(None))
             for frames in self.ring.frames
         ]
-        if pin and self.ring.nbytes:
+        if how.pin and self.ring.nbytes:
             pin_memory(self.ring.memory)
 
-    def jobs(self, slot: int, samples: np.ndarray) -> list[Job]:
+    def jobs(self, slot: int, samples: np.ndarray) -> list[Read]:
         """Return the reads for a batch. -1 fills its place with the first sample: shapes and norms stay sound."""
         self.batches[slot].counts[:] = torch.from_numpy(samples >= 0)
         return [
-            Job(slot, part, place, int(file), int(t) + part * self.dt, request)
+            Read(slot, part, place, int(file), int(t) + part * self.dt, request)
             for place, (file, t) in enumerate(self.pairs[np.maximum(samples, 0)[self.share]])
             for part, reader in enumerate(self.readers)
             for request in reader.requests
         ]
 
-    def read(self, job: Job) -> None:
+    def read(self, job: Read) -> None:
         """Carry out a job in this process."""
         self._wait(job)
         frame = self.ring.frames[job.slot][job.part][job.place]
@@ -144,10 +158,10 @@ class BatchReader:
         self.readers[job.part].read(job.file, job.t, frame, job.request)
         self.durations.append(time.perf_counter() - start)
 
-    def read_in(self, process: ReaderProcess) -> Callable[[Job], None]:
+    def read_in(self, process: ReaderProcess) -> Callable[[Read], None]:
         """Return a function that lets a process carry out a job."""
 
-        def read(job: Job) -> None:
+        def read(job: Read) -> None:
             self._wait(job)
             start = time.perf_counter()
             process.read(*job[:-1])
@@ -155,7 +169,7 @@ class BatchReader:
 
         return read
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: Read) -> None:
         """Wait until the last batch in this slot has been copied to the GPU."""
         copied = self.batches[job.slot].copied
         if copied is not None:
@@ -171,33 +185,18 @@ class Loader:
     """The batches of one data set for one shard, epoch by epoch.
 
     Args:
-        readers, pairs, dt, pin, share: as in BatchReader.
-        num_workers: 0 reads when the loop asks. 1 and more read ahead: as threads from contiguous files, as processes
-            from those that HDF5 must read.
-        read_depth: reads under way at once from contiguous files; as many as workers by default.
         in_use: batches that stay as they are, the one given out last among them.
     """
 
-    def __init__(
-        self,
-        readers: tuple[FrameReader, FrameReader],
-        pairs: np.ndarray,
-        dt: int,
-        order: SampleOrder,
-        num_workers: int = 0,
-        read_depth: int | None = None,
-        pin: bool = False,
-        share: slice = slice(None),
-        in_use: int = 1,
-    ):
+    def __init__(self, samples: Samples, order: SampleOrder, how: Reading = Reading(), in_use: int = 1):
         self.order, self.in_use = order, in_use
-        self.is_direct = all(reader.is_direct for reader in readers)
-        self.depth = (self.is_direct and num_workers and read_depth) or num_workers  # reads under way at once
+        self.is_direct = all(reader.is_direct for reader in samples.readers)
+        self.depth = (self.is_direct and how.num_workers and how.read_depth) or how.num_workers  # reads at once
         B = order.batch_size // order.num_shards
-        requests = len(range(B)[share]) * sum(len(reader.requests) for reader in readers)
+        requests = len(range(B)[how.share]) * sum(len(reader.requests) for reader in samples.readers)
         # Read ahead: one batch that is ready, and as many as it takes to keep all readers busy.
         ahead = 1 + max(1, -(-self.depth // max(requests, 1))) if self.depth else 0
-        self.reader = BatchReader(readers, pairs, dt, B, in_use + ahead, pin, share)
+        self.reader = BatchReader(samples, B, in_use + ahead, how)
         self.stream: Iterator[Batch] | None = None
         self.next = 0  # the iteration that `stream` gives next, counted from the first epoch
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from utils.data_loader import Batch, Loader
+from utils.data_loader import Batch, Loader, Reading, SampleOrder, Samples
 
 QUEUE = 2  # batches that DALI works on: the one given out, and the next
 
@@ -43,12 +43,13 @@ class DaliLoader(Loader):
 
     def __init__(
         self,
-        *args,
+        samples: Samples,
+        order: SampleOrder,
+        how: Reading,
         stats: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
         device: torch.device,
-        **more,
     ):
-        super().__init__(*args, **more, in_use=QUEUE)
+        super().__init__(samples, order, how, in_use=QUEUE)
         if not self.reader.ring.nbytes:
             raise ValueError(
                 "data_loader_config dali reads nothing on this rank, whose tokens are padding or whose share of the "

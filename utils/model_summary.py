@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from utils.config import Config
-from utils.weather_data import WeatherData
+from utils.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Layer:
 
 
 def summarise(
-    build_model: Callable[[Config, WeatherData], nn.Module], config: Config, data: WeatherData
+    build_model: Callable[[Config, Fields, torch.device | None], nn.Module], config: Config, fields: Fields
 ) -> list[Layer]:
     """Return the modules of a model in their order, each with all that is in it; the model itself is the first.
 
     The model is made, and passes a sample, without numbers (PyTorch's meta device): that takes neither memory nor long.
     """
-    on_gpu = data.device.type == "cuda"
-    with torch.random.fork_rng(devices=[data.device] if on_gpu else []), torch.device("meta"):
-        model = build_model(replace(config, init_from=None), data).eval()
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(gpus), torch.device("meta"):
+        model = build_model(replace(config, init_from=None), fields, None).eval()
     shapes: dict[str, tuple[int, ...]] = {}
 
     def keep(name: str):
@@ -43,7 +43,7 @@ def summarise(
     for name, module in model.named_modules():
         module.register_forward_hook(keep(name))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.empty(1, len(data.in_names), *data.img_size, device="meta"))
+        model(torch.empty(1, len(fields.in_names), *config.img_size, device="meta"))
     flops, top = counter.get_flop_counts(), type(model).__name__
     return [
         Layer(

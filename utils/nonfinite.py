@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from utils.config import Config
 from utils.errors import Refused
 from utils.launch import first_message, share_error
+from utils.observers import Observer
 from utils.weather_data import WeatherData
 
 SKIPS_ALLOWED = 30  # in a row: fp16's scale, at first 2^16, is used up by then
 
 
-class NonfiniteGuard:
+class NonfiniteGuard(Observer):
     """Ends a run on every rank where training broke down, with the broken file or the likely cause.
 
     It goes on where the step was skipped: in fp16 after an overflow, else with `on_nonfinite skip`. All ranks call the
@@ -25,8 +27,9 @@ class NonfiniteGuard:
         self.config, self.data, self.log = config, data, log
         self.skipped = 0  # steps in a row
 
-    def check_step(self, iteration: int, loss: float, norm: float) -> None:
+    def step_is_known(self, record: dict[str, Any]) -> None:
         """Look at an iteration's loss and gradient norm. Raises Refused where the run cannot go on."""
+        iteration, loss, norm = (record[key] for key in ("iteration", "loss", "grad_norm"))
         if math.isfinite(loss) and math.isfinite(norm):
             self.skipped = 0
             return

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from utils.fields import Fields
+
 
 class Normaliser:
     """Normalises channel by channel, in the dtype of the statistics.
@@ -24,6 +26,20 @@ class Normaliser:
         if x.shape not in self.casts:
             self.casts[x.shape] = self.mean.new_empty(x.shape)
         return self.compute(x, self.mean, self.std, self.casts[x.shape])
+
+
+def normalisers(fields: Fields, device: torch.device, compiled: bool) -> list[Normaliser]:
+    """Return those of a model's inputs, and of its forecasts."""
+    return [
+        Normaliser(
+            *(
+                torch.tensor(x[used], device=device, dtype=torch.get_default_dtype()).view(1, -1, 1, 1)
+                for x in (fields.means, fields.stds)
+            ),
+            compiled,
+        )
+        for used in (fields.inputs, fields.outputs)
+    ]
 
 
 def normalise(x: Tensor, mean: Tensor, std: Tensor, out: Tensor | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """The profiler window, the clock of an epoch, the speed that the hardware could reach, the memory in use."""
 
 import contextlib
+import functools
 import mmap
 import re
 import sys
@@ -98,6 +99,7 @@ def known_device(name: str) -> str | None:
     return max(rows, key=len, default=None)
 
 
+@functools.cache
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the speed of large square matrix products in FLOP/s: the best of ten of the best size."""
     generator = torch.Generator(device)  # of its own: measuring must not move the state that dropout draws from

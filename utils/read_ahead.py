@@ -8,7 +8,7 @@ from typing import NamedTuple
 from utils.frame_reader import Request
 
 
-class Job(NamedTuple):
+class Read(NamedTuple):
     """One read: where from, and where to."""
 
     slot: int
@@ -28,10 +28,10 @@ class ReadAhead:
         plan: gives the jobs of each batch in turn, when called with the slot that it will lie in. It never ends.
     """
 
-    def __init__(self, slots: int, readers: Sequence[Callable[[Job], None]], plan: Callable[[int], list[Job]]):
+    def __init__(self, slots: int, readers: Sequence[Callable[[Read], None]], plan: Callable[[int], list[Read]]):
         self.plan, self.error, self.stopped = plan, None, False
         self.free, self.begun = deque(range(slots)), deque()  # slots; the begun ones in the order of their batches
-        self.jobs: deque[Job] = deque()  # of the newest batch
+        self.jobs: deque[Read] = deque()  # of the newest batch
         self.left = [0] * slots  # reads that a slot still waits for
         self.changed = threading.Condition()
         self.threads = [threading.Thread(target=self._work, args=(read,), daemon=True) for read in readers]
@@ -66,7 +66,7 @@ class ReadAhead:
             for thread in self.threads:
                 thread.join()
 
-    def _work(self, read: Callable[[Job], None]) -> None:
+    def _work(self, read: Callable[[Read], None]) -> None:
         try:
             while job := self._next_job():
                 read(job)
@@ -79,7 +79,7 @@ class ReadAhead:
                 self.error, self.stopped = error, True
                 self.changed.notify_all()
 
-    def _next_job(self) -> Job | None:
+    def _next_job(self) -> Read | None:
         """Wait for a job, or for a free slot to begin the next batch in. Returns None at the end."""
         with self.changed:
             while not self.stopped:

@@ -12,14 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from utils.config import Config
 from utils.device import has_bf16
 from utils.errors import harmless
-from utils.launch import World
 from utils.model_summary import Layer, summary_table
 from utils.profiling import cached_gb, peak_memory_gb
 from utils.step_profile import StepProfile, most_of_parts, parts_at_peak
@@ -27,7 +24,7 @@ from utils.system_watch import SystemWatch, cores_in_reach
 from utils.time_report import TimeReport
 from utils.timeline import span, stop_timeline
 from utils.verdict import Measured, verdict
-from utils.weather_data import WeatherData
+from utils.weather_data import Job
 
 # What becomes of the ranks' figures.
 ADDED = ("cores", "read_gb", "written_gb", "joules")
@@ -43,35 +40,31 @@ class RunCosts:
     Args:
         layers: those of the model as it would be on one device.
         iteration: iterations done so far.
-        report: on rank 0, what writes the run's files.
+        logger: on rank 0, what writes the run's files.
     """
 
     def __init__(
         self,
-        config: Config,
-        world: World,
-        device: torch.device,
-        data: WeatherData,
+        job: Job,
         model: nn.Module,
         layers: list[Layer],
         iteration: int,
-        report: Any | None,
+        logger: Any | None,
     ):
-        self.config, self.world, self.device, self.data = config, world, device, data
-        self.layers, self.report = layers, report
-        self.folder = report and report.folder / "report"
-        if report:
+        self.job, self.layers, self.logger = job, layers, logger
+        self.folder = logger and logger.folder / "report"
+        if logger:
             with harmless("the folder of the report"):
                 self.folder.mkdir(exist_ok=True)
-        self.time = TimeReport(model, device, iteration, report and report.costs)
+        self.time = TimeReport(model, job.device, iteration, logger and logger.costs)
         self.system: SystemWatch | None = None
         with harmless("looking at the machine"):
-            self.system = SystemWatch(device)
-        self.places: list[tuple[str, set[int]]] = [("", set())] * world.size  # node and cores of each rank
+            self.system = SystemWatch(job.device)
+        self.places: list[tuple[str, set[int]]] = [("", set())] * job.world.size  # node and cores of each rank
         dist.all_gather_object(self.places, (platform.node(), cores_in_reach()))
         self.systems: list[dict[str, Any]] = []
         self.step: StepProfile | None = None  # of this rank
-        self.steps: list[tuple[float | None, float] | None] = [None] * world.size
+        self.steps: list[tuple[float | None, float] | None] = [None] * job.world.size
 
     def keep(self, step: StepProfile | None) -> None:
         """Keep what a profiled step did; None where it is not known."""
@@ -82,7 +75,7 @@ class RunCosts:
         """Record what was used since the last record: an epoch, or what was done of it."""
         iterations = iteration - self.time.iteration
         self.time.record(epoch, iteration)
-        mine, ranks = {}, [{}] * self.world.size
+        mine, ranks = {}, [{}] * self.job.world.size
         with span("profiling"):
             if self.system:
                 with harmless("looking at the machine"):
@@ -91,10 +84,10 @@ class RunCosts:
         found = {"event": "system", "epoch": epoch, "iteration": iteration, "seconds": self.time.records[-1]["wall"]}
         found |= self.together(ranks)
         if "joules" in found and iterations:
-            found["joules_per_sample"] = found["joules"] / (iterations * self.config.global_batch_size)
+            found["joules_per_sample"] = found["joules"] / (iterations * self.job.config.global_batch_size)
         self.systems.append(found)
-        if self.report:
-            self.report.costs(found)
+        if self.logger:
+            self.logger.costs(found)
 
     def together(self, ranks: list[dict[str, float]]) -> dict[str, float]:
         """Return the figures of all ranks; not those that a rank does not know."""
@@ -115,7 +108,7 @@ class RunCosts:
         lines = list(self.lines())
         for line in lines:
             logging.info(line)
-        self.report.tables(lines, self.time.iteration)
+        self.logger.tables(lines, self.time.iteration)
         try:
             self.write()
             logging.info("  All of it as tables: %s", self.folder)
@@ -124,7 +117,7 @@ class RunCosts:
 
     def lines(self) -> Iterator[str]:
         """Yield all tables of the run, and the verdict. On rank 0."""
-        yield f"Model, for one sample on one device ({self.world.size} rank(s) share the work):"
+        yield f"Model, for one sample on one device ({self.job.world.size} rank(s) share the work):"
         yield from summary_table(self.layers)
         yield from self._speed_table()
         yield from self.time.table()
@@ -136,21 +129,21 @@ class RunCosts:
 
     def verdict(self) -> str:
         """Return what bounds the run, and what to try."""
-        config, is_recorded = self.config, bool(self.step and self.step.is_recorded)
+        config, is_recorded = self.job.config, bool(self.step and self.step.is_recorded)
         node, _ = self.places[0]
         together = [cores for name, cores in self.places if name == node]
         measured = Measured(
             self.time.by_rank(),
             self.steps,
             self.time.iterations,
-            on_gpu=self.device.type == "cuda",
+            on_gpu=self.job.device.type == "cuda",
             is_recorded=is_recorded,
             is_blind=is_recorded or config.enable_jit and config.tensor_parallel * config.context_parallel > 1,
-            is_direct=self.data.train_loader.is_direct,
-            has_bf16=has_bf16(self.device),
+            is_direct=self.job.data.train_loader.is_direct,
+            has_bf16=has_bf16(self.job.device),
             cores=max(len(set.union(*together)) // len(together), 1),
             nodes=[node for node, _ in self.places],
-            mfu=self.report.last.get("mfu"),
+            mfu=self.logger.last and self.logger.last.mfu,
         )
         return verdict(measured, config)
 
@@ -172,10 +165,10 @@ class RunCosts:
         parts, most = parts_at_peak(self.step.blocks), most_of_parts(self.step.blocks)
         rows = [{"part": part, "bytes": size, "most_bytes": most[part]} for part, size in parts.items()]
         others = {"sum": sum(parts.values())}
-        if self.device.type == "cuda":
-            others |= {"allocator": self.step.peak, "cached": round(cached_gb(self.device) * 2**30)}
+        if self.job.device.type == "cuda":
+            others |= {"allocator": self.step.peak, "cached": round(cached_gb(self.job.device) * 2**30)}
         else:
-            others["process"] = round(peak_memory_gb(self.device) * 2**30)
+            others["process"] = round(peak_memory_gb(self.job.device) * 2**30)
         return rows + [{"part": part, "bytes": size} for part, size in others.items()]
 
     def _system_table(self) -> Iterator[str]:
@@ -199,7 +192,7 @@ class RunCosts:
             values = [epoch[name] for epoch in epochs if name in epoch]
             if values:
                 yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"
-        if self.device.type == "cuda" and not any("gpu_use" in epoch for epoch in epochs):
+        if self.job.device.type == "cuda" and not any("gpu_use" in epoch for epoch in epochs):
             yield "  The GPU does not tell its use; where nvidia-ml-py (on AMD amdsmi) is missing, pip install it"
 
     def _memory_table(self) -> Iterator[str]:

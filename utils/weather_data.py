@@ -1,4 +1,6 @@
-"""The data of a run: training and validation sets, and the way to the device."""
+"""The data of a run: training and validation sets, and the way to the device; and what a run is told, the job."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -6,19 +8,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.config import Config
-from utils.data_loader import Batch, Loader, SampleOrder
+from utils.data_loader import Batch, Loader, Reading, SampleOrder, Samples
 from utils.data_loader_dali import DaliLoader, check_dali
 from utils.device_copies import DeviceCopies
 from utils.era5 import Files
+from utils.fields import Fields
 from utils.frame_reader import FrameReader, OpenFiles
 from utils.frame_sharing import FrameSharing
+from utils.launch import World
 from utils.metrics import Scores, latitude_weights
+from utils.normalisation import normalisers
 from utils.staging import stage
 from utils.token_shard import TokenShard
-from utils.weather_fields import WeatherFields
 
 
-class WeatherData(WeatherFields):
+class WeatherData:
     """The training and validation sets of a configuration, for one of `num_shards` data-parallel ranks.
 
     Args:
@@ -27,7 +31,7 @@ class WeatherData(WeatherFields):
         sharing: the ranks that work on the same samples, where there are several.
 
     Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`) and with what
-    they stand for (see `WeatherFields`).
+    they stand for (see `Fields`).
     """
 
     def __init__(
@@ -40,7 +44,8 @@ class WeatherData(WeatherFields):
         group: dist.ProcessGroup | None = None,
         sharing: FrameSharing | None = None,
     ):
-        self.num_shards, self.shard_id, self.group, self.sharing = num_shards, shard_id, group, sharing
+        self.config, self.device, self.group, self.sharing = config, device, group, sharing
+        self.num_shards, self.shard_id = num_shards, shard_id
         if config.data_loader_config == "dali":
             check_dali()
         self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
@@ -52,7 +57,9 @@ class WeatherData(WeatherFields):
                 f"the training files store a step of {steps[0] / 3600:g} h, the validation files "
                 f"{steps[1] / 3600:g} h: dt counts stored steps, so they must agree"
             )
-        super().__init__(config, self.train_files, device, tokens)
+        self.fields = Fields.open(config, self.train_files)
+        self.tokens = tokens or TokenShard(config.img_size, config.patch_size)
+        self.normalise = normalisers(self.fields, device, config.enable_jit)
         self.train_pairs = self.train_files.samples(config.dt)[: config.limit_nsamples]
         self.valid_pairs = self.valid_files.samples(config.dt)[: config.limit_nsamples_val]
         if len(self.train_pairs) < config.global_batch_size:
@@ -82,19 +89,19 @@ class WeatherData(WeatherFields):
     def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
         config = self.config
         is_shared = self.sharing is not None and self.sharing.helps(files.chunk_rows)
-        rows, columns = range(self.img_size[0]) if is_shared else self.tokens.rows, self.img_size[1]
-        opened = OpenFiles(files)
-        readers = tuple(FrameReader(files, chosen, rows, columns, opened) for chosen in (self.inputs, self.outputs))
+        H, W = config.img_size
+        rows, opened = range(H) if is_shared else self.tokens.rows, OpenFiles(files)
+        used = self.fields.inputs, self.fields.outputs
+        readers = tuple(FrameReader(files, channels, rows, W, opened) for channels in used)
         batch_size = config.global_batch_size if shuffle else config.local_batch_size * self.num_shards
         order = SampleOrder(len(pairs), batch_size, shuffle, config.seed, self.num_shards, self.shard_id)
-        how = {"num_workers": config.num_data_workers, "read_depth": config.read_depth}
-        how["pin"] = self.device.type == "cuda"
-        if is_shared:
-            how["share"] = self.sharing.share(batch_size // self.num_shards)
+        share = self.sharing.share(batch_size // self.num_shards) if is_shared else slice(None)
+        how = Reading(config.num_data_workers, config.read_depth, self.device.type == "cuda", share)
+        samples = Samples(readers, pairs, config.dt)
         if config.data_loader_config == "dali":
-            stats = tuple((self.means[channels], self.stds[channels]) for channels in (self.inputs, self.outputs))
-            return DaliLoader(readers, pairs, config.dt, order, **how, stats=stats, device=self.device)
-        return Loader(readers, pairs, config.dt, order, **how)
+            stats = tuple((self.fields.means[channels], self.fields.stds[channels]) for channels in used)
+            return DaliLoader(samples, order, how, stats, self.device)
+        return Loader(samples, order, how)
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], or their shards, normalised on the device.
@@ -115,8 +122,22 @@ class WeatherData(WeatherFields):
 
     def scores(self) -> Scores:
         """Return empty sums of the validation metrics."""
-        H, W = self.img_size
-        weights = latitude_weights(self._tensor(self.latitude))[:, None].expand(H, W) / (H * W)
+        H, W = self.config.img_size
+        latitude, climatology = (
+            torch.tensor(x, device=self.device, dtype=torch.get_default_dtype())
+            for x in (self.fields.latitude, self.fields.climatology)
+        )
+        weights = latitude_weights(latitude)[:, None].expand(H, W) / (H * W)
         rows = slice(self.tokens.rows.start, self.tokens.rows.stop)
-        weights, climatology = (self.tokens.cut(x[..., rows, :]) for x in (weights, self._tensor(self.climatology)))
-        return Scores(weights, climatology, self.origins, self.tokens.sum, self.group)
+        weights, climatology = (self.tokens.cut(x[..., rows, :]) for x in (weights, climatology))
+        return Scores(weights, climatology, self.fields.origins, self.tokens.sum, self.group)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every part of a run is told: what to train, on which ranks, where and with which data."""
+
+    config: Config
+    world: World
+    device: torch.device
+    data: WeatherData

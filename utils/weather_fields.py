@@ -8,6 +8,7 @@ from torch import Tensor
 
 from utils.config import Config
 from utils.era5 import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
+from utils.fields import Fields
 from utils.normalisation import Normaliser
 from utils.token_shard import TokenShard
 
@@ -31,6 +32,7 @@ class WeatherFields:
         tokens: TokenShard | None = None,
     ):
         self.config, self.device = config, device
+        self.fields = Fields.open(config, files)
         self.tokens = tokens or TokenShard(config.img_size, config.patch_size)
         seconds = files.step_seconds()
         self.has_time = seconds is not None

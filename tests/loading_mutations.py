@@ -46,7 +46,7 @@ MUTATIONS = [
     ("frame_reader", "CHANNELS_AT_ONCE = 500", "CHANNELS_AT_ONCE = 1", "frame_reader"),
     ("frame_reader", "os.close(file) if isinstance(file, int) else file[0].file.close()", "pass", "frame_reader"),
     ("data_loader_dali", ", stddev=std, axes", ", axes", "dali"),
-    ("data_loader_dali", "**more, in_use=QUEUE)", "**more, in_use=1)", "dali"),
+    ("data_loader_dali", "how, in_use=QUEUE)", "how, in_use=1)", "dali"),
     ("normalisation", "if x.shape not in self.casts:", "if True:", "data_loader"),
     ("normalisation", ".div_(std)", "", "data_loader"),
     ("frame_sharing", "batch * index // ranks, batch", "0, batch", SHARING),

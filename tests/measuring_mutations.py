@@ -40,23 +40,28 @@ MUTATIONS = [
     ("utils/step_profile", '"NSYS_PROFILING_SESSION_ID" not in os.environ', "True", "costs -k nsight"),
     ("utils/step_profile", 'startswith("aten::empty")', 'startswith("nothing")', "costs -k operators"),
     (
-        "utils/observers",
+        "utils/profiles",
         "                dist.barrier()  # no rank",
         "                pass  # no rank",
         "observers -k all_profilers",
     ),
-    ("utils/observers", "if self.steps == sum(self.config.profile_steps):  #", "if True:  #", "observers -k around"),
-    ("utils/observers", "        self.seconds += time", "        0 + time", "observers -k no_training"),
-    ("utils/observers", "or self.steps < self.earliest", "", "observers -k short_runs"),
+    ("utils/profiles", "if self.steps == last:  #", "if True:  #", "observers -k around"),
+    ("utils/profiles", "        self.aside += time", "        0 + time", "observers -k no_training"),
+    ("utils/profiles", "or self.steps < self.earliest", "", "observers -k short_runs"),
     (
-        "utils/observers",
+        "utils/profiles",
         '            with harmless("the profile of a step"):\n                self.profiler.close()\n',
         "",
         "observers -k stops_in",
     ),
-    ("utils/observers", "                self.record(iteration)\n", "                pass\n", "timeline -k goes_on"),
     (
-        "utils/observers",
+        "utils/profiles",
+        "            if error is not None:\n                self._record()\n",
+        "",
+        "timeline -k goes_on",
+    ),
+    (
+        "utils/profiles",
         '                with harmless("the report"):\n                    self.costs.show()',
         "                self.costs.show()",
         "observers -k 'summary_table'",
@@ -146,13 +151,18 @@ MUTATIONS = [
     ("benchmarks/machine", "nproc * threads > len(mine)", "False", "doctor -k numa"),
     ("benchmarks/doctor", "abs(mean) > 1 or not 0.3 < std < 3", "False", "doctor -k do_not_fit"),
     (
-        "utils/observers",
-        "                self.settle()\n                if self.profiler",
+        "utils/profiles",
+        "                self.settle_all()\n                if self.profiler",
         "                if self.profiler",
         "observers -k under_way",
     ),
-    ("utils/observers", "                    self.settle()\n", "                    pass\n", "observers -k under_way"),
-    ("utils/run", "clock.stop(self.observers.seconds - watched)", "clock.stop()", "observers -k no_training"),
+    (
+        "utils/profiles",
+        "                    self.settle_all()\n",
+        "                    pass\n",
+        "observers -k under_way",
+    ),
+    ("utils/run", "clock.stop(self._aside() - aside)", "clock.stop()", "observers -k no_training"),
 ]
 
 

@@ -41,9 +41,14 @@ def checkpoint_table() -> str:
         ("over writing the same bytes to one file", "save_over_raw_write", ".1f", " times"),
         ("a save while the model trains on the same two cores", "save while training, s", ".1f", " s"),
         ("the loop waits for such a save", "stall, s", ".2f", " s"),
-        ("which is of the save", "stall_over_save", ".1%", ""),
+        ("the same, as a share of the save", "stall_over_save", ".1%", ""),
         ("the loop waits for the first one, which gets the memory", "first stall, s", ".1f", " s"),
-        ("lost of a save because steps beside it are slower", "steps slower while it saves, over the save", ".0%", ""),
+        (
+            "lost to slower steps beside it, as a share of the save",
+            "steps slower while it saves, over the save",
+            ".0%",
+            "",
+        ),
         ("loading", "load, s", ".1f", " s"),
     ):
         low, high = (format(bound, form) for bound in spread[name])

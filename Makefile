@@ -5,7 +5,7 @@
 # make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
 # make ladder   what does each optimisation bring here? The same ARGS
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
-#         faults, soak, slurm (interrupted runs), simulate, benchmark, figures
+#         faults, soak, slurm (interrupted runs), simulate, benchmark, figures, docs (the figures in the pages)
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -25,7 +25,7 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test lint format readme doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
+.PHONY: help demo test lint format readme docs doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -8
@@ -38,7 +38,7 @@ demo: data/demo
 	@echo "How good forecasts are, how long: runs/demo/1GPU/00/evaluation/pictures/skill_vor_upper.png"
 	@echo "The curves of the training:       $(PYTHON) -m tensorboard.main --logdir runs"
 	@echo "Next, the same in bfloat16:       $(PYTHON) train.py --config=demo --amp_mode bf16 --run_num bf16"
-	@echo "and chapter 1 of README.md, which explains each flag."
+	@echo "and chapter 1, docs/1-one-device.md, which explains each flag."
 
 data/demo: | $(READY)
 	$(PYTHON) -m utils.sample_data
@@ -63,11 +63,15 @@ doctor: data/demo
 ladder: data/demo
 	$(PYTHON) benchmarks/ladder.py $(ARGS)
 
-# Runs every laptop command of the README, as written: some minutes. ITERATIONS=20 ends each after so many.
+# Runs every laptop command of README.md and of the chapters, as written: some minutes. ITERATIONS=20 ends each after so many.
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py $(ITERATIONS)
 
-# The README's pictures: what `make demo` drew last, the grid, the mappings, the roofline, the loader's speed, example
+# Rewrites the figures and tables of the pages from the records of the benchmarks.
+docs: $(READY)
+	$(PYTHON) docs/make.py
+
+# The pages' pictures: what `make demo` drew last, the grid, the mappings, the roofline, the loader's speed, example
 # runs, and TensorBoard, which needs Chromium.
 figures: demo
 	$(PYTHON) docs/figures/draw.py
@@ -115,7 +119,7 @@ soak: $(TOOLS)
 slurm: $(TOOLS)
 	$(PYTHON) -m pytest tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py tests/slurm/evaluation_in_a_job.py
 
-# What large grids hold and send, computed on this machine: the README's table.
+# What large grids hold and send, computed on this machine: chapter 2's table.
 simulate: $(READY)
 	$(PYTHON) benchmarks/simulate.py --json benchmarks/results/simulate.json
 

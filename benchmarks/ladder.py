@@ -39,7 +39,7 @@ from utils.config_reader import load_config  # noqa: E402
 from utils.system_watch import cores_in_reach  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs/ladder.md"
 EPOCHS = 2
 LEAST = 5  # iterations of an epoch: the first of them waits for the reader to start
 
@@ -127,7 +127,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--minutes", type=float, default=20, help="a run that takes longer is skipped")
     parser.add_argument("--json", type=Path, help="file to write; default: runs/ladder_<section>.json")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an interrupted ladder")
-    parser.add_argument("--update_readme", action="store_true", help="rewrite the table in README.md, and its record")
+    parser.add_argument(
+        "--update_readme", action="store_true", help="rewrite the table in docs/ladder.md, and its record"
+    )
     args, flags = parser.parse_known_args(argv)
     check_place()
     if not any(flag.split("=")[0] == "--config" for flag in flags):
@@ -142,7 +144,7 @@ def main(argv: list[str]) -> None:
     record = args.json or ROOT / folder / f"ladder_{config.config}.json"
     rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
     if args.update_readme:
-        ladder_report.place(README, record)
+        ladder_report.check_place(PAGE, record)
     samples = len(WeatherData(replace(config, stage_dir=None, data_loader_config="pytorch")).train_pairs)
     setup = describe(config, flags, args)
     path = record.with_suffix(".runs.jsonl")
@@ -168,7 +170,7 @@ def main(argv: list[str]) -> None:
     ladder_report.write(record, rows, about)
     print(record.with_suffix(".md").read_text())
     if args.update_readme:
-        ladder_report.update(README, record)
+        subprocess.run([sys.executable, ROOT / "docs/make.py"], check=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What benchmarks/ladder.py found: as tables, as a picture, as one page, and in the README.
+"""What benchmarks/ladder.py found: tables, a picture, one page. `make docs` copies the tables to docs/ladder.md.
 
 python benchmarks/ladder_report.py benchmarks/results/ladder_demo.json     writes all of it anew from the record
 """
@@ -160,25 +160,16 @@ def show(path: Path) -> None:
     path.with_suffix(".html").write_text(page(rows, image.getvalue(), title, about))
 
 
-def place(readme: Path, path: Path) -> re.Match:
-    """Return where the tables of a record stand in a README: between `<!-- ladder_demo -->` and `<!-- end -->`.
-
-    Raises ValueError where they do not.
-    """
-    mark = f"<!-- {path.stem} -->"
-    if found := re.search(rf"(?<={re.escape(mark)}\n).*?(?=<!-- end -->)", readme.read_text(), re.S):
-        return found
-    raise ValueError(f"{readme} has no place for {path.name}: write lines of {mark} and <!-- end --> there")
-
-
-def update(readme: Path, path: Path) -> None:
-    """Write a record's tables to their place. Raises ValueError where there is none."""
-    found, record = place(readme, path), json.loads(path.read_text())
-    text = found.string
-    readme.write_text(f"{text[: found.start()]}{markdown(path.stem, record)}\n{text[found.end() :]}")
+def check_place(page: Path, record: Path) -> None:
+    """Raise ValueError where a page has no place for the tables of a record of benchmarks/results."""
+    mark = f"<!-- from: {record.stem} -->"
+    if mark not in page.read_text() or record.resolve().parent != ROOT / "benchmarks/results":
+        raise ValueError(
+            f"{page} shows the records of benchmarks/results for which it has a place, and none for {record}: "
+            f"write lines of {mark} and <!-- end --> there, and leave --json out"
+        )
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         show(Path(name))
-        update(ROOT / "README.md", Path(name))

@@ -260,7 +260,7 @@ def ratios(rounds: list[dict[str, dict[str, float]]]) -> dict[str, list[float]]:
 
 
 def table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
-    """Return the README's table: GB/s of each case on each layout."""
+    """Return chapter 1's table: GB/s of each case on each layout."""
     lines = ["| GB/s | " + " | ".join(f"`{layout}`" for layout in LAYOUTS) + " |", "|---|" + "---|" * len(LAYOUTS)]
     for name in CASES:
         cells = [figures.get(f"{layout}, {name}, GB/s") for layout in LAYOUTS]

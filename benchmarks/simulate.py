@@ -1,6 +1,6 @@
 """What would rank 0 of a large grid hold and send? One step of train_mp.py, on tensors that have a shape and no data.
 
-    python benchmarks/simulate.py [--json FILE]                      the grids of the README, on the section mp
+    python benchmarks/simulate.py [--json FILE]                      the grids of chapter 2, on the section mp
     python benchmarks/simulate.py --dp 16 --config=mp_patch4 --local_batch_size=2 --tensor_parallel=8      yours
 
 PyTorch's fake tensors and its fake process group run the model, the loss, the backward pass and the optimiser of rank 0

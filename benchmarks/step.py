@@ -136,7 +136,7 @@ def validation_ratios() -> list[float]:
 
 
 def table(figures: dict[str, float], spread: dict[str, list[float]], cases: list[str]) -> str:
-    """Return the figures of some cases as the README shows them."""
+    """Return the figures of some cases as chapter 1 shows them."""
     head = ["", *(f"`{name}`" for name in cases)]
     rows = {
         "forward, backward, optimiser (ms)": lambda n: " + ".join(
@@ -154,7 +154,7 @@ def table(figures: dict[str, float], spread: dict[str, list[float]], cases: list
 
 
 def savers_table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
-    """Return what saving memory brings and costs, as ratios, as the README shows it."""
+    """Return what saving memory brings and costs, as ratios, as chapter 1 shows it."""
 
     def timed(name: str) -> str:
         low, high = spread[name]

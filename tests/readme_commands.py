@@ -1,4 +1,4 @@
-"""Run the laptop commands of README.md as they are written: the lines of its ```bash blocks, in order.
+"""Run the laptop commands of README.md and of the chapters as they are written: their ```bash blocks, in order.
 
     python tests/readme_commands.py [ITERATIONS]      no run is longer than this many, but those that stop and go on
 
@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/[1-6]-*.md"))]
 ERA5 = ROOT.parent / "shared/data/era5_djf"
 
 
@@ -34,10 +35,10 @@ def shortened(command: str, iterations: int) -> str:
 
 
 def main(iterations: int | None = None) -> int:
-    # `python` and `torchrun` of the README are those of the environment that runs this.
+    # `python` and `torchrun` of the pages are those of the environment that runs this.
     here = str(Path(sys.executable).parent)
     env = {**os.environ, "PATH": here + os.pathsep + os.environ["PATH"]}
-    for command in commands((ROOT / "README.md").read_text()):
+    for command in commands("".join(page.read_text() for page in PAGES)):
         if command.startswith(("make ", "git ", "cd ", "source ")):
             continue  # CI calls make itself, in a clone of its own
         if "era5_djf" in command and not ERA5.exists():
@@ -50,7 +51,7 @@ def main(iterations: int | None = None) -> int:
         done = subprocess.run(command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
         if done.returncode != 0:
             print(done.stdout + done.stderr)
-            print(f"README.md: this command ended with code {done.returncode}: {command}")
+            print(f"this command ended with code {done.returncode}: {command}")
             return 1
         print(f"  {time.perf_counter() - start:.0f} s", flush=True)
     return 0

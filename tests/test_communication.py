@@ -121,7 +121,7 @@ def test_ddp_sends_each_gradient_once_a_step_over_dp_cp(tmp_path, cp, monkeypatc
 
 @pytest.mark.slow
 def test_sequence_parallelism_keeps_a_third_of_the_activations(tmp_path):
-    """At full size: the README's claim, and its record."""
+    """At full size: what chapter 2 says, and its record."""
     record = json.loads((ROOT / "benchmarks/results/simulate.json").read_text())
     held = {}
     for name in ("one rank", "tp 4"):

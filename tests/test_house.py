@@ -1,4 +1,4 @@
-"""The house: which way imports run, scripts that lint, a notebook that opens, files that the README names."""
+"""The house: which way imports run, scripts that lint, a notebook that opens."""
 
 import ast
 import json
@@ -101,94 +101,6 @@ def test_the_notebook_of_the_grid_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "tp     [[0, 1, 2, 3], [4, 5, 6, 7]]" in done.stdout and "take tensor_parallel" in done.stdout
     assert (tmp_path / "grid.png").stat().st_size > 10000
-
-
-def test_links_inside_the_readme_arrive():
-    text = (ROOT / "README.md").read_text()
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
-    places = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-    places |= set(re.findall(r'<a id="([^"]+)">', text))
-    links = re.findall(r"\]\(#([^)]+)\)", text)
-    assert len(links) > 20 and not set(links) - places
-
-
-def test_the_readme_has_the_figures_of_the_records():
-    from benchmarks import ladder_report, loader, step
-    from benchmarks.simulate import table
-
-    text, results = (ROOT / "README.md").read_text(), ROOT / "benchmarks/results"
-    words = " ".join(text.split())
-    ladders = re.findall("<!-- (ladder_.*) -->", text)
-    assert ladders[:2] == ["ladder_demo", "ladder_base"]
-    for name in ladders:
-        ladder = json.loads((results / f"{name}.json").read_text())
-        assert f"<!-- {name} -->\n{ladder_report.markdown(name, ladder)}\n<!-- end -->" in text
-    example = json.loads((ROOT / "docs/example_logs/float32/report/report.json").read_text())
-    assert f"<!-- verdict -->\n> {example['verdict']}\n<!-- end -->" in text
-    watched = json.loads((results / "observers.json").read_text())["figures"]
-    overhead = watched["report_overhead"]
-    half = [100 * watched[f"report_overhead_{part}_quartile"] for part in ("lower", "upper")]
-    assert f"costs {100 * overhead:.1f}% of a step's time" in words and overhead < 0.02
-    assert "without: {:.1f}% to {:.1f}%".format(*half) in words
-    record = json.loads((results / "step.json").read_text())
-    figures, spread = record["figures"], record["spread"]
-    assert step.table(figures, spread, list(step.CASES)) in text and step.savers_table(figures, spread) in text
-    assert figures["fp32_fraction_of_matmul"] >= 0.58 and figures["bf16_fraction_of_matmul"] >= 0.17
-    assert figures["loop_overhead"] <= 0.03
-    loading = json.loads((results / "loader.json").read_text())
-    figures, spread = loading["figures"], loading["spread"]
-    assert loader.table(figures, spread) in text
-    assert f"({figures['native_over_preadv']:.2f} of it), and {figures['native_over_stock']:.1f} times" in words
-    cold = {depth: depth * figures[f"cold, read_depth {depth}, of what it allows"] for depth in loader.DEPTHS}
-    assert f"at once bring {cold[16]:.1f} times" in words
-    assert figures["native_over_preadv"] >= 0.85 and figures["native_over_stock"] >= 5
-    assert all(speed >= 0.8 * depth for depth, speed in cold.items())
-    assert figures["data_wait_frac"] < 0.02 and figures["of a loop bound by a step of 20 ms"] >= 0.95
-    saving = json.loads((results / "checkpoint.json").read_text())["figures"]
-    assert f"{saving['save_over_raw_write']:.1f} times as long as writing the same bytes" in words
-    assert f"waits {saving['stall, s']:.2f} s for it, {100 * saving['stall_over_save']:.1f}% of that" in words
-    assert saving["stall_over_save"] < 0.1
-    simulated = json.loads((results / "simulate.json").read_text())
-    assert table(simulated["grids"]) in text
-    assert simulated["figures"]["activations_tp4_over_tp1"] < 0.36
-    from docs.figures import roofline
-
-    assert roofline.table() in text
-    certified = json.loads((results / "certificate.json").read_text())["figures"]
-    assert f"trains {certified['grids']} grids" in text and f"is {certified['worst_float64']:.1e};" in words
-    assert certified["worst_float64"] < 1e-12 and certified["worst_float32"] < 2e-6
-
-
-def test_what_the_readme_names_exists():
-    text = (ROOT / "README.md").read_text()
-    for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):
-        assert (ROOT / target).exists(), f"README.md links to {target}"
-    from utils.config_reader import AGAIN, EVALUATION, FIELDS
-
-    for script, names in ((r"train\.py|submit_pm\w*\.sh", FIELDS), (r"evaluate\.py", {**EVALUATION, **AGAIN})):
-        # One job script starts both.
-        page = text if names is not FIELDS else re.sub(r"TRAIN_SCRIPT=evaluate\.py.*", "", text)
-        commands = re.findall(rf"(?:{script})( [^`\n]*(?:\\\n[^`\n]*)*)", page)
-        flags = set(re.findall(r"--([a-z_0-9]+)", " ".join(commands)))
-        known = set(names) | {f"no_{name}" for name in names} | {"yaml_config", "help"}
-        assert flags and flags <= known, flags - known
-
-
-def test_the_readme_explains_every_flag():
-    from utils.config_reader import ALL
-
-    text = (ROOT / "README.md").read_text() + (ROOT / "docs/configuration.md").read_text()
-    assert not [name for name in ALL if not re.search(rf"(`|--){name}\b", text)]
-
-
-def test_every_section_that_is_named_exists():
-    from utils.config_reader import load_config
-
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.sh"), ROOT / "train.py", ROOT / "Makefile"]
-    named = {name for page in pages for name in re.findall(r"--config[= ]([a-z]\w*)", page.read_text())}
-    assert {"demo", "short", "bs256_opt"} <= named
-    for name in named:
-        assert load_config(["--config", name])[0].config == name
 
 
 def test_make_with_the_systems_python_installs_nothing():

@@ -112,12 +112,11 @@ def test_what_is_written(runs, tmp_path):
     assert (tmp_path / "ladder_demo.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "ladder_demo.html").read_text()
     assert "a &lt;CPU&gt;" in page and "data:image/png;base64," in page and not re.search(r"(src|href)=\"http", page)
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- ladder_demo -->\nold\n<!-- end -->\nafter\n")
-    ladder_report.update(readme, tmp_path / "ladder_demo.json")
-    assert readme.read_text() == f"before\n<!-- ladder_demo -->\n{table}<!-- end -->\nafter\n"
-    with pytest.raises(ValueError, match="write lines of <!-- ladder_demo_gpu --> and"):
-        ladder_report.place(readme, tmp_path / "ladder_demo_gpu.json")
+    page, records = ROOT / "docs/ladder.md", ROOT / "benchmarks/results"
+    ladder_report.check_place(page, records / "ladder_demo.json")
+    for record in (records / "ladder_demo_gpu.json", tmp_path / "ladder_demo.json"):
+        with pytest.raises(ValueError, match="write lines of <!-- from: ladder_demo"):
+            ladder_report.check_place(page, record)
 
 
 def test_runs_of_another_ladder_are_not_mixed(runs, tmp_path):

@@ -55,7 +55,7 @@ def test_live_memory_counts_what_is_alive():
         assert (live.now, live.peak) == (0, 12000)
 
 
-def test_checkpoints_and_chunks_save_what_the_readme_says():
+def test_checkpoints_and_chunks_save_what_chapter_1_says():
     held = {}
     for flags in ((), ("--activation_checkpoint=block",), ("--activation_checkpoint=mlp",), ("--mlp_chunks=4",)):
         held[flags] = Bench([*ON_CPU, *flags]).memory()["activations"]

@@ -1,4 +1,4 @@
-"""Draw the figures of README's chapter 2: `make figures` runs this.
+"""Draw the figures of chapter 2: `make figures` runs this.
 
 grid.png: the groups of 16 ranks. mappings.png: where the collectives of one block stand, forward and backward.
 """

@@ -74,7 +74,7 @@ MATH = attention("attention, plain formula", flash=False)
 
 
 def table() -> str:
-    """Return the time of each kind of part on an H100, at the least, as the README shows it."""
+    """Return the time of each kind of part on an H100, at the least, as chapter 1 shows it."""
     lines = ["| on an H100, at the least | matrix products | attention | all else | in all |", "|---|---|---|---|---|"]
     plain = [MATH if part.name == "attention" else part for part in EAGER]
     for name, parts in {"attention by the formula": plain, "flash attention": EAGER, "compiled": COMPILED}.items():

@@ -1,4 +1,4 @@
-"""TensorBoard in a real browser: the README's pictures of it, from the runs in runs/ and docs/example_logs.
+"""TensorBoard in a real browser: chapter 5's pictures of it, from the runs in runs/ and docs/example_logs.
 
     python docs/figures/tensorboard.py
 

@@ -1,0 +1,94 @@
+"""Rewrite what README.md and the pages beside this file take from records: `make docs`.
+
+    <!-- from: step.table -->                        until <!-- end -->: what TABLES has under this name
+    <!-- figure: checkpoint; load, s; .1f -->        a figure of benchmarks/results/checkpoint.json, in this format
+
+Where a figure's mark began a line, Markdown would end the paragraph there.
+"""
+
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import ladder_report, loader, simulate, step  # noqa: E402
+from docs.figures import roofline  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MARKED = re.compile(r"<!-- (from|figure): (.+?) -->(.*?)<!-- end -->", re.S)
+
+
+@cache
+def record(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def measured(name: str) -> tuple[dict[str, float], dict[str, list[float]]]:
+    return record(name)["figures"], record(name)["spread"]
+
+
+def checkpoint_table() -> str:
+    """Return what a save takes, each figure with its range."""
+    figures, spread = measured("checkpoint")
+    lines = ["| | median | range |", "|---|---|---|"]
+    for told, name, form, unit in (
+        ("a save where nothing else happens", "save alone, s", ".1f", " s"),
+        ("over writing the same bytes to one file", "save_over_raw_write", ".1f", " times"),
+        ("a save while the model trains on the same two cores", "save while training, s", ".1f", " s"),
+        ("the loop waits for such a save", "stall, s", ".2f", " s"),
+        ("the same, as a share of the save", "stall_over_save", ".1%", ""),
+        ("the loop waits for the first one, which gets the memory", "first stall, s", ".1f", " s"),
+        (
+            "lost to slower steps beside it, as a share of the save",
+            "steps slower while it saves, over the save",
+            ".0%",
+            "",
+        ),
+        ("loading", "load, s", ".1f", " s"),
+    ):
+        low, high = (format(bound, form) for bound in spread[name])
+        between = f"{low} to {high}" if low != high else ""
+        lines.append(f"| {told} | {figures[name]:{form}}{unit} | {between} |")
+    return "\n".join(lines)
+
+
+def verdict() -> str:
+    """Return how docs/example_logs/make.py's first run ended."""
+    return "> " + json.loads((ROOT / "docs/example_logs/float32/report/report.json").read_text())["verdict"]
+
+
+TABLES = {
+    "checkpoint.table": checkpoint_table,
+    "loader.table": lambda: loader.table(*measured("loader")),
+    "roofline.table": roofline.table,
+    "simulate.table": lambda: simulate.table(record("simulate")["grids"]),
+    "step.savers": lambda: step.savers_table(*measured("step")),
+    "step.table": lambda: step.table(*measured("step"), list(step.CASES)),
+    "verdict": verdict,
+}
+
+
+def rewritten(page: str) -> str:
+    """Return a page with what its records say now. Raises KeyError for what no record has."""
+
+    def filled(found: re.Match) -> str:
+        kind, name, _ = found.groups()
+        if kind == "figure":
+            source, figure, form = name.split("; ")
+            text = format(record(source)["figures"][figure], form)
+        else:
+            is_ladder = name.startswith("ladder_")
+            text = f"\n{ladder_report.markdown(name, record(name)) if is_ladder else TABLES[name]()}\n"
+        return f"<!-- {kind}: {name} -->{text}<!-- end -->"
+
+    return MARKED.sub(filled, page)
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        path.write_text(rewritten(path.read_text()))

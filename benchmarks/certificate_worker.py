@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 import train
 import train_mp
-from benchmarks.certificate import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SECTION, SERIAL, Mode, flags
+from benchmarks.certificate_cases import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SECTION, SERIAL, Mode, flags
 from distributed.helpers import sliced_dims
 from distributed.parallelize import ParallelViT
 from networks.vit import ViT

@@ -118,7 +118,7 @@ MUTATIONS = [
         "evaluation -k second",
     ),
     ("utils/evaluation", "if self.requests.agree_now():", "if False:", "evaluation -k signal"),
-    ("utils/skill_report", "    _warn_of_nonfinite(run)\n", "", "evaluate -k breaks_down"),
+    ("utils/skill_report", "    _warn_of_nonfinite(results)\n", "", "evaluate -k breaks_down"),
     ("utils/skill", "if forecasts < 3 * block:", "if False:", "skill -k few_blocks"),
     (
         "utils/judge",

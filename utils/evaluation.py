@@ -22,6 +22,7 @@ from utils.forecast_writer import open_writer
 from utils.judge import Judge
 from utils.launch import World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
+from utils.skill_results import Results
 from utils.stop import StopRequests
 
 FORMAT = 2  # of what is kept of a forecast
@@ -52,7 +53,6 @@ class EvaluationRun:
         remarks: list[str],
     ):
         self.settings, self.config, self.info, self.data, self.models = settings, config, info, data, models
-        self.sources = ["persistence", *models, "climatology"]  # of forecasts, in the order of their scores
         self.world, self.folder = world, results_folder(settings)
         self.store = ForecastStore(self.folder, len(data))
         self.handlers: list[logging.Handler] = []
@@ -105,8 +105,9 @@ class EvaluationRun:
         if self.world.rank == 0:
             from utils.skill_report import report  # Matplotlib and TensorBoard: the other ranks need not read them
 
+            results = Results(self.settings, self.data, self.store, self.models, self.info and self.info["iteration"])
             with self.store.writing():
-                report(self)
+                report(results)
 
     def _stop_if_asked(self) -> None:
         if self.requests.agree_now():

@@ -28,8 +28,9 @@ LINES = {"ema": "--"} | dict.fromkeys(("persistence", "climatology", "model"), "
 def draw_all(results: Results) -> list[Path]:
     """Draw everything below `pictures/`, and return the paths."""
     data, folder, source = results.data, results.folder / "pictures", results.models[0]
-    scores, spectra, fields = results.scores, results.spectra, results.maps
+    scores, spectra = results.scores, results.spectra
     folder.mkdir(exist_ok=True)
+    fields = results.store.read(0, "maps")  # [K; truth, persistence and models; C shown, H, W]
     maps = Maps(data, results.settings.projection)
     figures: dict[str, Figure] = {}
     for i, c in enumerate(data.plot_channels):

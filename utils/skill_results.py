@@ -18,7 +18,7 @@ from utils.skill import summarise
 
 @dataclass(frozen=True)
 class Results:
-    """The scores, spectra and maps of all forecasts, made of what is kept of each.
+    """The scores and spectra of all forecasts, made of what is kept of each.
 
     Attributes:
         models: their names.
@@ -65,11 +65,6 @@ class Results:
     def spectra(self) -> np.ndarray:
         """The mean power of the truth, persistence and the models, [lead times, S, C, wavenumbers]."""
         return sum(self.store.all("spectra")) / len(self.data)
-
-    @property
-    def maps(self) -> np.ndarray:
-        """The first forecast, [K; truth, persistence and models; C shown, H, W]."""
-        return self.store.read(0, "maps")
 
     def nonfinite(self, source: int) -> Iterator[tuple[int, int]]:
         """Yield the forecasts of a source that are not finite, each with the first step at which it is not."""

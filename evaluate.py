@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from train import autocast, build_model
 from utils.compiler import compile_modules
 from utils.config import Config
-from utils.config_reader import load_evaluation
 from utils.evaluation import EvaluationRun
 from utils.forecast_data import ForecastData
+from utils.forecast_settings import load_evaluation, load_forecasters
 from utils.launch import World, all_ranks_agree, start
-from utils.setup import load_forecasters, prepare
+from utils.setup import prepare
 
 
 @torch.no_grad()

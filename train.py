@@ -14,17 +14,18 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from utils.config_reader import answer_help, load_config
+
+if __name__ == "__main__":
+    answer_help(sys.argv[1:])  # before the imports that take seconds
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from networks.attention import pick_attention
 from networks.vit import ViT
 from utils.compiler import compile_modules
 from utils.config import Config
-from utils.config_reader import load_config
 from utils.data_loader import Batch
 from utils.fields import Fields
 from utils.launch import World, all_ranks_agree, start
@@ -61,7 +62,7 @@ def forward_backward(
     steps, losses = config.accumulation_steps, []
     for i, (x, y) in enumerate(zip(inp.chunk(steps), target.chunk(steps))):
         # DDP averages gradients over the ranks during the backward pass: once a step, in its last part.
-        wait = isinstance(model, DistributedDataParallel) and i < steps - 1
+        wait = isinstance(model, nn.parallel.DistributedDataParallel) and i < steps - 1
         with model.no_sync() if wait else contextlib.nullcontext():
             with span("forward"):
                 with autocast(config, x.device):
@@ -92,7 +93,7 @@ def update_weights(
     scaler: torch.amp.GradScaler,
     config: Config,
     lr: float,
-    total_norm: Callable[[list[Tensor]], Tensor] = get_total_norm,
+    total_norm: Callable[[list[Tensor]], Tensor] = nn.utils.get_total_norm,
 ) -> Tensor:
     """Take a step of the optimiser, and return the norm of the whole gradient, before clipping."""
     (group,) = optimizer.param_groups
@@ -100,7 +101,7 @@ def update_weights(
     scaler.unscale_(optimizer)
     grad_norm = total_norm([p.grad for p in group["params"]])
     if config.clip_grad_norm is not None:
-        clip_grads_with_norm_(group["params"], config.clip_grad_norm, grad_norm)
+        nn.utils.clip_grads_with_norm_(group["params"], config.clip_grad_norm, grad_norm)
     scaler.step(optimizer)  # skipped where a gradient is not finite
     scaler.update(None if config.amp_mode == "fp16" else 1.0)
     return grad_norm
@@ -148,9 +149,8 @@ def build_model(config: Config, fields: Fields, device: torch.device | None = No
     kernel = pick_attention(config.attention, tokens, head_dim, device, AMP_DTYPE[config.amp_mode], config.dropout)
     model = ViT(
         config.img_size, config.patch_size, len(fields.in_names), len(fields.out_names),
-        config.embed_dim, config.depth, config.num_heads,
-        dropout=config.dropout, drop_path=config.drop_path, attention=kernel,
-        activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
+        config.embed_dim, config.depth, config.num_heads, dropout=config.dropout, drop_path=config.drop_path,
+        attention=kernel, activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
         residual=fields.origins if config.residual else None, residual_scale=fields.residual_scale,
     )  # fmt: skip
     return load_weights(model, config.init_from)
@@ -174,7 +174,7 @@ def data_parallel(model: ViT, config: Config, group: dist.ProcessGroup | None = 
     options = {"bucket_cap_mb": config.bucket_cap_mb, "gradient_as_bucket_view": True}
     if config.disable_broadcast_buffers:  # named only here: newer versions of PyTorch rename this argument
         options["broadcast_buffers"] = False
-    return settle_buckets(DistributedDataParallel(model, process_group=group, **options))
+    return settle_buckets(nn.parallel.DistributedDataParallel(model, process_group=group, **options))
 
 
 def main(world: World, argv: list[str], observers: Iterable = ()) -> None:

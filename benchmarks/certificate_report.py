@@ -1,6 +1,6 @@
 """What the certificate found, in one line, in figures, and as the page docs/certificate.md."""
 
-from benchmarks.certificate import MODES, label, shown
+from benchmarks.certificate_cases import MODES, label, shown
 
 PAGE = """\
 # The parallel model is the same model

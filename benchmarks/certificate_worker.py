@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 import train
 import train_mp
-from benchmarks.certificate import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags
+from benchmarks.certificate_cases import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags
 from distributed.helpers import sliced_dims
 from utils.comm import Grid
 from utils.config_reader import load_config

@@ -1,12 +1,20 @@
 """Configuration: defaults < YAML section < command line, casts, refusals, batch sizes."""
 
+import contextlib
+import dataclasses
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
-from utils.config import Config
-from utils.config_reader import FIELDS, load_config
+from tests.helpers import ROOT
+from utils.config import AFFECTS, FIELDS, Config, key
+from utils.config_reader import load_config
+from utils.run_folder import check_same_training
 
 # The tutorial's sections: what each sets, beside what it inherits.
 OPT = dict(data_loader_config="dali", num_data_workers=8, amp_mode="fp16", enable_jit=True, enable_fused=True)
@@ -55,6 +63,24 @@ def test_every_field_is_a_flag_and_every_boolean_has_its_no():
                 assert getattr(load_config([flag], chapter=3)[0], name) is value
     assert load("--limit_nsamples", "None").limit_nsamples is None
     assert load("--clip_grad_norm", "0.5").clip_grad_norm == 0.5
+
+
+def test_every_key_says_what_it_affects():
+    assert {field.metadata["affects"] for field in FIELDS.values()} == set(AFFECTS)
+    with pytest.raises(TypeError, match="affects"):
+        key(0, "a new key")
+
+
+def test_a_resumed_run_keeps_what_decides_its_losses():
+    """These keys are written down a second time: who takes one off lets it change in the middle of a run."""
+    kept = "seed embed_dim depth num_heads patch_size dropout drop_path residual img_size dt n_in_channels".split()
+    kept += "n_out_channels in_channels out_channels limit_nsamples num_iters global_batch_size lr lr_schedule".split()
+    kept += "warmup clip_grad_norm ema_decay".split()
+    config = Config(img_size=[8, 16])
+    for name in FIELDS:
+        refusal = pytest.raises(ValueError, match=rf"was trained with {name} another, and now")
+        with refusal if name in kept else contextlib.nullcontext():
+            check_same_training(Path("run"), {**dataclasses.asdict(config), name: "another"}, config)
 
 
 def test_values_are_cast_by_the_type_of_the_field(tmp_path):
@@ -171,6 +197,14 @@ def test_help_shows_every_flag_of_the_chapter(capsys, chapter):
     assert stop.value.code == 0
     for name, field in FIELDS.items():
         assert bool(re.search(rf"--{name}\s", text)) == (field.metadata["chapter"] <= chapter)
+
+
+def test_help_is_answered_before_torch_is_there(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('too early')")
+    command, env = [sys.executable, str(ROOT / "train.py")], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for flags, said in ((["--help"], ""), (["--lr", "--help"], "too early")):  # the second is an error, said by main
+        done = subprocess.run([*command, *flags], env=env, capture_output=True, text=True)
+        assert ("--lr FLOAT" in done.stdout) == (not said) and said in done.stderr, done.stderr
 
 
 def test_a_flag_of_a_later_chapter_is_refused_with_its_script():

@@ -8,7 +8,9 @@ import pytest
 from docs import make
 from tests.helpers import ROOT
 from tests.readme_commands import PAGES as CHAPTERS
-from utils.config_reader import AGAIN, ALL, EVALUATION, FIELDS, load_config
+from utils.config import FIELDS
+from utils.config_reader import load_config
+from utils.forecast_settings import EVALUATION, FLAGS
 
 IN_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 
@@ -113,7 +115,7 @@ def test_every_question_has_an_answer():
 
 def test_flags_that_are_named_exist():
     text = "".join(page.read_text() for page in CHAPTERS)
-    for script, names in ((r"train\.py|submit_pm\w*\.sh", FIELDS), (r"evaluate\.py", {**EVALUATION, **AGAIN})):
+    for script, names in ((r"train\.py|submit_pm\w*\.sh", FIELDS), (r"evaluate\.py", FLAGS)):
         # One job script starts both.
         page = text if names is not FIELDS else re.sub(r"TRAIN_SCRIPT=evaluate\.py.*", "", text)
         commands = re.findall(rf"(?:{script})( [^`\n]*(?:\\\n[^`\n]*)*)", page)
@@ -125,7 +127,7 @@ def test_flags_that_are_named_exist():
 def test_every_flag_is_explained():
     pages = [*CHAPTERS, ROOT / "docs/configuration.md"]
     text = "".join(page.read_text() for page in pages)
-    assert not [name for name in ALL if not re.search(rf"(`|--){name}\b", text)]
+    assert not [name for name in FIELDS | EVALUATION if not re.search(rf"(`|--){name}\b", text)]
 
 
 def test_every_section_that_is_named_exists():

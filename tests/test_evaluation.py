@@ -28,12 +28,12 @@ from tests.helpers import (
     write_file,
 )
 from utils import checkpoint
-from utils.config import Evaluation
-from utils.config_reader import load_evaluation
+from utils.config import Config
 from utils.era5 import Files
 from utils.errors import Ended, ReadError
 from utils.evaluation import seen, share_out
 from utils.forecast_data import ForecastData
+from utils.forecast_settings import Evaluation, load_evaluation
 from utils.forecast_store import ForecastStore
 from utils.run_folder import lock_run
 
@@ -284,6 +284,23 @@ def test_data_that_has_moved(trained, tmp_path):
     evaluated(trained, tmp_path / "out", "--stride", "10", "--data_dir", str(tmp_path))
     setting = json.loads((tmp_path / "out/setting.json").read_text())
     assert {Path(path).parent for path, *_ in setting["statistics"]} == {tmp_path / "stats"}
+    assert not {"data_dir", "time_means_path", "local_batch_size", "device"} & setting["configuration"].keys()
+    assert {"config", "amp_mode", "compile_mode", "lr"} <= setting["configuration"].keys()
+
+
+def test_what_an_evaluation_takes_from_the_training(trained, tmp_path):
+    (newest, *_) = checkpoint.find(trained / "runs/tiny/1GPU/00/checkpoints")
+    copy = shutil.copytree(newest, tmp_path / newest.name)
+    info = json.loads((copy / "info.json").read_text())
+    own = dict(mlp_chunks=2, tf32=False, num_data_workers=3)
+    others = dict(device="cuda", enable_jit=True, comm_timeout="1m", tracker="mlflow", init_from="x", report=True)
+    info["config"] |= own | others
+    (copy / "info.json").write_text(json.dumps(info))
+    config = load_evaluation(["--checkpoint", str(copy)])[1]
+    assert {name: getattr(config, name) for name in own} == own
+    assert {name: getattr(config, name) for name in others} == {name: getattr(Config, name) for name in others}
+    config = load_evaluation(["--checkpoint", str(copy), "--mlp_chunks", "1", "--enable_jit"])[1]
+    assert config.mlp_chunks == 1 and config.enable_jit
 
 
 def test_a_data_dir_that_moves_nothing_is_said_to(trained, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_mp
-from benchmarks.certificate import FULL_IMAGE, MODES
+from benchmarks.certificate_cases import FULL_IMAGE, MODES
 from distributed.parallelize import check_parallel
 from tests import evaluating_mutations, loading_mutations, measuring_mutations, resuming_mutations
 from tests.helpers import ROOT, clean_environment, records, run_folder, run_here, run_ranks, tiny_flags, write_data

@@ -10,7 +10,6 @@ Shapes:  C channels   H W rows, columns
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from utils.archive_file import open_archive
 from utils.errors import ReadError
-
-if TYPE_CHECKING:
-    from utils.weather_fields import WeatherFields
+from utils.weather_fields import WeatherFields
 
 
 class Climatology:
@@ -33,7 +30,7 @@ class Climatology:
     Raises ValueError, in one line, for a file that cannot be read, that lacks a channel or a day, or has another grid.
     """
 
-    def __init__(self, fields: "WeatherFields", path: str | None):
+    def __init__(self, fields: WeatherFields, path: str | None):
         self.fields, self.path = fields, path
         self.name = "time_means" if path is None else Path(path).name
         self.time_means = torch.from_numpy(fields.time_means.astype(np.float64)).to(fields.device)

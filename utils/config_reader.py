@@ -1,29 +1,23 @@
 """Read a configuration: its defaults, then a section of a YAML file, then the command line."""
 
 import argparse
+import contextlib
 import difflib
 import math
 import types
 import typing
-from dataclasses import fields, replace
+from dataclasses import Field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from utils import checkpoint
-from utils.config import Config, Evaluation
-from utils.projections import find_projection
+from utils.config import FIELDS, Config
 
 YAML_CONFIG = "config/ViT.yaml"
 # Keys of the tutorial's YAML files that nothing here needs: accepted, and said. The optimiser is always Adam.
 UNUSED_KEYS = ("wireup_info", "wireup_store")
 NOTED_KEYS = (*UNUSED_KEYS, "optimizer")
-
-FIELDS = {f.name: f for f in fields(Config)}
-EVALUATION = {f.name: f for f in fields(Evaluation)}
-ALL = {**FIELDS, **EVALUATION}
-TYPES = {**typing.get_type_hints(Config), **typing.get_type_hints(Evaluation)}
 
 
 def _unknown(name: str, known: typing.Iterable[str], what: str, where: str) -> ValueError:
@@ -32,9 +26,9 @@ def _unknown(name: str, known: typing.Iterable[str], what: str, where: str) -> V
     return ValueError(f"unknown {what} {name!r} {where}: {remedy}")
 
 
-def _parts(name: str) -> tuple[type, bool, bool]:
+def _parts(field: Field) -> tuple[type, bool, bool]:
     """Split the type of a field into (element type, is it a list, may it be None)."""
-    kind, optional = TYPES[name], False
+    kind, optional = field.type, False
     if isinstance(kind, types.UnionType):
         kind, optional = next(t for t in typing.get_args(kind) if t is not types.NoneType), True
     if typing.get_origin(kind) is list:
@@ -63,13 +57,13 @@ def _scalar(name: str, value: Any, kind: type) -> Any:
         ) from None
 
 
-def cast(name: str, value: Any) -> Any:
-    """Return `value` as the type of the field `name`.
+def cast(field: Field, value: Any) -> Any:
+    """Return `value` as the type of the field.
 
     Raises ValueError with the rule where that cannot be, or where the value is not a legal one.
     """
-    kind, is_list, optional = _parts(name)
-    meta = ALL[name].metadata
+    name, meta = field.name, field.metadata
+    kind, is_list, optional = _parts(field)
     if value in (None, "None", ["None"]):
         if optional:
             return None
@@ -94,12 +88,12 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def _parse(argv: list[str], helps: dict[str, str], description: str) -> dict[str, Any]:
-    """Return the flags given, of those that have a text in `helps`. Raises ValueError for another, with the closest."""
+def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> dict[str, Any]:
+    """Return the flags given, of these fields with their texts. Raises ValueError for another, with the closest."""
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
     parser.add_argument("--yaml_config", help=f"YAML file of named sections ({YAML_CONFIG})")
-    for name, text in helps.items():
-        (kind, is_list, _), choices = _parts(name), ALL[name].metadata["choices"]
+    for field, text in helps:
+        name, (kind, is_list, _), choices = field.name, _parts(field), field.metadata["choices"]
         text = text.replace("%", "%%") if text != argparse.SUPPRESS else text
         if kind is bool:
             parser.add_argument(f"--{name}", action="store_const", const=True, help=text)
@@ -111,7 +105,7 @@ def _parse(argv: list[str], helps: dict[str, str], description: str) -> dict[str
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     given, extra = parser.parse_known_args(argv)
     if extra:
-        names = [f"--{p}{name}" for name in (*helps, "yaml_config") for p in ("", "no_")]
+        names = [f"--{p}{name}" for name in (*(field.name for field, _ in helps), "yaml_config") for p in ("", "no_")]
         raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
     return vars(given)
 
@@ -135,12 +129,30 @@ def _merge(values: dict, layer: dict, where: str) -> None:
     for name in layer:
         if name not in FIELDS and name not in UNUSED_KEYS:
             raise _unknown(str(name), FIELDS, "key", where)
-    layer = {name: cast(name, value) for name, value in layer.items() if name in FIELDS}
+    layer = {name: cast(FIELDS[name], value) for name, value in layer.items() if name in FIELDS}
     # Of the two batch sizes, the one that was said last decides.
     for said, other in (("local_batch_size", "global_batch_size"), ("global_batch_size", "local_batch_size")):
         if layer.get(said) is not None:
             layer.setdefault(other, None)
     values.update(layer)
+
+
+def _parse_chapter(argv: list[str], chapter: int) -> dict[str, Any]:
+    """Return the flags given, of those that the scripts up to this chapter's know; the help shows no others."""
+    helps = [
+        (field, f"{field.metadata['help']} ({field.default})")
+        if field.metadata["chapter"] <= chapter
+        else (field, argparse.SUPPRESS)
+        for field in FIELDS.values()
+    ]
+    return parse(argv, helps, "Every key of the YAML file is a flag; the command line wins over the YAML section.")
+
+
+def answer_help(argv: list[str], chapter: int = 1) -> None:
+    """End the process with the flags where --help asks for them. What is wrong besides, `load_config` says."""
+    if "--help" in argv or "-h" in argv:
+        with contextlib.suppress(ValueError):
+            _parse_chapter(argv, chapter)
 
 
 def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
@@ -149,13 +161,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     Raises ValueError for an unknown section, key, flag or value, with the closest legal one, and for a key that only
     the scripts after this chapter's know.
     """
-    helps = {
-        name: f"{field.metadata['help']} ({field.default})"
-        if field.metadata["chapter"] <= chapter
-        else argparse.SUPPRESS
-        for name, field in FIELDS.items()
-    }
-    flags = _parse(argv, helps, "Every key of the YAML file is a flag; the command line wins over the YAML section.")
+    flags = _parse_chapter(argv, chapter)
     path = flags.pop("yaml_config", YAML_CONFIG)
     values: dict[str, Any] = {}
     section = flags.get("config", FIELDS["config"].default)
@@ -201,74 +207,15 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         if getattr(config, name) >= 1:
             raise ValueError(f"{name} is {getattr(config, name)}: it takes a probability below 1")
     if config.data_dir is not None:
-        moved = _move_data(config, config.data_dir)
+        moved = move_data(config, config.data_dir)
         if moved == config:
             remarks.append(f"data_dir changes nothing: no path of section {section!r} begins with /data")
         config = moved
     return config, remarks
 
 
-def _move_data(config: Config, data_dir: str, before: str = "/data") -> Config:
+def move_data(config: Config, data_dir: str, before: str = "/data") -> Config:
     """Return the configuration with `data_dir` in place of `before` at the front of its paths."""
     paths = {name: str(getattr(config, name)) for name in FIELDS if name.endswith("_path")}
     moved = {n: data_dir + path.removeprefix(before) for n, path in paths.items() if path.startswith(f"{before}/")}
     return replace(config, data_dir=data_dir, **moved)
-
-
-# What an evaluation may set of a training's keys, each with what holds where it is not given.
-AGAIN = {
-    **dict.fromkeys(("config", "data_dir", "inf_data_path", "global_means_path", "global_stds_path"), "as in training"),
-    **dict.fromkeys(("time_means_path", "time_diff_stds_path", "channel_names", "plot_channels"), "as in training"),
-    **dict.fromkeys(("local_batch_size", "amp_mode", "tf32", "attention", "mlp_chunks"), "as in training"),
-    **{name: FIELDS[name].default for name in ("device", "enable_jit", "compile_modules", "compile_mode")},
-    **{name: FIELDS[name].default for name in ("comm_timeout", "expandable_segments")},
-}
-# Training's, and not an evaluation's.
-LEFT_OUT = ("tracker", "report", "profile", "accumulation_steps", "activation_checkpoint", "init_from")
-
-
-def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any] | None, list[str]]:
-    """Return what is to be evaluated and how, the model's configuration, the info of its checkpoint, and remarks.
-
-    Exported weights know nothing of their training: it comes from the YAML section, and there is no info.
-
-    Raises ValueError as `load_config` does, and where there is no such checkpoint.
-    """
-    helps = {name: f"{field.metadata['help']} ({field.default})" for name, field in EVALUATION.items()}
-    helps |= {name: f"{FIELDS[name].metadata['help']} ({default})" for name, default in AGAIN.items()}
-    flags = _parse(argv, helps, "Forecasts of a trained model: rollout, skill, pictures.")
-    yaml_config, remarks = flags.pop("yaml_config", None), []
-    given = {name: cast(name, value) for name, value in flags.items() if name in ALL}
-    evaluation = Evaluation(**{name: value for name, value in given.items() if name in EVALUATION})
-    if evaluation.checkpoint is None:
-        raise ValueError("checkpoint is None: give the folder of a run, one of its checkpoints, or exported weights")
-    source, info = Path(evaluation.checkpoint).resolve(), None
-    if not source.exists():
-        raise ValueError(f"no {source}: give the folder of a run, one of its checkpoints, or exported weights")
-    if evaluation.best and (source.is_file() or checkpoint.is_name(source.name)):
-        raise ValueError(f"best chooses among a run's checkpoints, and {source} is one thing: leave --best out")
-    if source.is_file():
-        section = given.get("config", FIELDS["config"].default)
-        config = load_config(["--yaml_config", yaml_config or YAML_CONFIG, "--config", section], chapter=3)[0]
-    else:
-        for name in ("config", "yaml_config"):
-            if name in given or (name == "yaml_config" and yaml_config):
-                raise ValueError(
-                    f"{name} is for exported weights: {source} knows how it was trained; leave --{name} out"
-                )
-        source, info = checkpoint.choose(source, evaluation.best)
-        config = Config(**{name: cast(name, value) for name, value in info["config"].items() if name in FIELDS})
-    defaults = {name: default for name, default in AGAIN.items() if default != "as in training"}
-    config = replace(config, **defaults, **{name: FIELDS[name].default for name in LEFT_OUT})
-    if source.is_file():
-        config = replace(config, init_from=str(source))
-    if given.get("data_dir") is not None:
-        before = config.data_dir or "/data"
-        moved = _move_data(config, given["data_dir"], before)
-        if given["data_dir"] != before and moved == replace(config, data_dir=given["data_dir"]):
-            remarks.append(f"data_dir changes nothing: no path of the training begins with {before}")
-        config = moved
-    given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or 1
-    config = replace(config, **{name: x for name, x in given.items() if name in FIELDS})
-    find_projection(evaluation.projection)  # before any library opens a climatology
-    return replace(evaluation, checkpoint=str(source)), config, info, remarks

@@ -1,6 +1,5 @@
 """One evaluation: its folder, which forecasts are left to make, and what is made of them at the end."""
 
-import dataclasses
 import logging
 import math
 import shutil
@@ -14,21 +13,20 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from utils import checkpoint
-from utils.config import Config, Evaluation
+from utils.config import FIELDS, Config
 from utils.errors import STOPPED, Ended
 from utils.forecast_data import ForecastData
+from utils.forecast_settings import Evaluation
 from utils.forecast_store import ForecastStore
 from utils.forecast_writer import open_writer
 from utils.judge import Judge
 from utils.launch import World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
+from utils.skill_results import Results
 from utils.stop import StopRequests
 
 FORMAT = 2  # of what is kept of a forecast
 SAID_EVERY = 60  # seconds, where no progress bar is seen
-
-# Keys of a configuration that do not change a forecast, or that the setting has in another form.
-IRRELEVANT = ("local_batch_size", "global_batch_size", "comm_timeout", "expandable_segments", "data_dir", "device")
 
 
 class EvaluationRun:
@@ -55,7 +53,6 @@ class EvaluationRun:
         remarks: list[str],
     ):
         self.settings, self.config, self.info, self.data, self.models = settings, config, info, data, models
-        self.sources = ["persistence", *models, "climatology"]  # of forecasts, in the order of their scores
         self.world, self.folder = world, results_folder(settings)
         self.store = ForecastStore(self.folder, len(data))
         self.handlers: list[logging.Handler] = []
@@ -108,8 +105,9 @@ class EvaluationRun:
         if self.world.rank == 0:
             from utils.skill_report import report  # Matplotlib and TensorBoard: the other ranks need not read them
 
+            results = Results(self.settings, self.data, self.store, self.models, self.info and self.info["iteration"])
             with self.store.writing():
-                report(self)
+                report(results)
 
     def _stop_if_asked(self) -> None:
         if self.requests.agree_now():
@@ -144,7 +142,7 @@ class EvaluationRun:
     def _setting(self) -> dict[str, Any]:
         """Return what decides the results."""
         config, settings, data = self.config, self.settings, self.data
-        keys = {n: x for n, x in dataclasses.asdict(config).items() if n not in IRRELEVANT and not n.endswith("_path")}
+        keys = {n: getattr(config, n) for n, field in FIELDS.items() if not field.metadata["same_forecast"]}
         names = ("global_means_path", "global_stds_path", "time_means_path", "time_diff_stds_path")
         statistics = [path for name in names if (path := getattr(config, name)) is not None]
         source = Path(settings.checkpoint)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from utils.climatology import Climatology
-from utils.config import Config, Evaluation
+from utils.config import Config
 from utils.era5 import Files
 from utils.errors import ReadError
+from utils.forecast_settings import Evaluation
 from utils.frame_reader import FrameReader, OpenFiles
 from utils.weather_fields import WeatherFields
 

@@ -14,14 +14,7 @@ from typing import Any, TextIO
 
 from utils import checkpoint
 from utils.checkpoint import Unreadable
-from utils.config import Config
-
-# What a resumed run may not change. (Of the data, their number is compared: see Run.)
-TRAINING_KEYS = (
-    *("seed", "embed_dim", "depth", "num_heads", "patch_size", "dropout", "drop_path", "residual"),
-    *("img_size", "dt", "n_in_channels", "n_out_channels", "in_channels", "out_channels", "limit_nsamples"),
-    *("num_iters", "global_batch_size", "lr", "lr_schedule", "warmup", "clip_grad_norm", "ema_decay"),
-)
+from utils.config import Config, affecting
 
 
 @dataclass
@@ -191,11 +184,11 @@ def _read_run(path: Path) -> RunFolder:
 
 def check_same_training(path: Path, old: dict[str, Any], config: Config) -> None:
     """Raise ValueError where a key that decides training differs from `old`, the run's configuration so far."""
-    new = {key: list(x) if isinstance(x := getattr(config, key), tuple) else x for key in TRAINING_KEYS}
-    for key in TRAINING_KEYS:
+    for key in affecting("training"):  # of the data, their number is compared: see Run
         before = old.get(key, getattr(Config, key))  # a key that its code did not know yet
-        if before != new[key]:
+        now = list(x) if isinstance(x := getattr(config, key), tuple) else x
+        if before != now:
             raise ValueError(
-                f"{path} was trained with {key} {before}, and now it is {new[key]}: a resumed run keeps it; "
+                f"{path} was trained with {key} {before}, and now it is {now}: a resumed run keeps it; "
                 f"set it back, or begin a new run with its weights (python -m utils.checkpoint export, --init_from)"
             )

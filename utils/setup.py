@@ -1,18 +1,15 @@
 """What a chapter needs before it can train, and does not teach."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils import checkpoint
 from utils.compiler import check_compiler
-from utils.config import Config, Evaluation
+from utils.config import Config
 from utils.device import allow_tf32, pick_device
 from utils.system_watch import check_psutil
 from utils.tracker import check_tracker
@@ -88,28 +85,3 @@ def set_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> nn.M
             )
     model.load_state_dict(weights)
     return model
-
-
-def load_forecasters(
-    build: Callable[[], nn.Module], evaluation: Evaluation, info: dict[str, Any] | None
-) -> dict[str, nn.Module]:
-    """Return the models to evaluate by their names: `model`, and `ema` with the moving average of its weights.
-
-    Args:
-        build: makes the model; with the weights, where they are an exported file.
-        info: of the checkpoint; None for exported weights.
-
-    Raises ValueError where there is no moving average, and one is asked for.
-    """
-    wanted = {"all": ("raw", "ema"), "raw": ("raw",), "ema": ("ema",)}[evaluation.weights]
-    has_average = info is not None and info["config"].get("ema_decay") is not None
-    if evaluation.weights == "ema" and not has_average:
-        raise ValueError(f"{evaluation.checkpoint} holds no moving average of weights: train with --ema_decay")
-    if info is None:
-        return {"model": build()}
-    models = {}
-    for kind, name in (("raw", "model"), ("ema", "ema")):
-        if kind in wanted and (kind == "raw" or has_average):
-            weights = checkpoint.read_weights(Path(evaluation.checkpoint), name)
-            models[name] = set_weights(build(), weights, evaluation.checkpoint)
-    return models

@@ -4,7 +4,6 @@ Shapes:  S sources of forecasts   K lead times   C channels
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,9 +14,7 @@ from utils.forecast_data import ForecastData
 from utils.maps import Maps
 from utils.plots import label
 from utils.skill import INTERVAL
-
-if TYPE_CHECKING:
-    from utils.evaluation import EvaluationRun
+from utils.skill_results import Results
 
 COLOURS = {
     "persistence": "tab:gray",
@@ -28,25 +25,21 @@ COLOURS = {
 LINES = {"ema": "--"} | dict.fromkeys(("persistence", "climatology", "model"), "-")
 
 
-def draw_all(run: "EvaluationRun", results: dict, spectra: np.ndarray) -> list[Path]:
-    """Draw everything below `pictures/`, and return the paths.
-
-    Args:
-        results: of `skill.summarise`.
-        spectra: the mean power of the truth, persistence and the models, [lead times, S, C, wavenumbers].
-    """
-    data, folder, source = run.data, run.folder / "pictures", run.models[0]
+def draw_all(results: Results) -> list[Path]:
+    """Draw everything below `pictures/`, and return the paths."""
+    data, folder, source = results.data, results.folder / "pictures", results.models[0]
+    scores, spectra = results.scores, results.spectra
     folder.mkdir(exist_ok=True)
-    fields = run.store.read(0, "maps")  # [K; truth, persistence and models; C shown, H, W]
-    maps = Maps(data, run.settings.projection)
+    fields = results.store.read(0, "maps")  # [K; truth, persistence and models; C shown, H, W]
+    maps = Maps(data, results.settings.projection)
     figures: dict[str, Figure] = {}
     for i, c in enumerate(data.plot_channels):
         name, truths, forecasts = data.out_names[c], fields[:, 0, i], fields[:, 2, i]
-        figures[f"skill_{name}"] = skill_figure(data, c, run.sources, results)
+        figures[f"skill_{name}"] = skill_figure(data, c, results.sources, scores)
         figures[f"maps_{name}"] = maps.figure(c, data.shown_steps, forecasts, truths, source)
-        figures[f"spectra_{name}"] = spectra_figure(data, c, run.models, np.delete(spectra[:, :, c], 1, axis=1))
-    for s, model in enumerate(run.models, 1):
-        figures[f"scorecard_{model}"] = scorecard_figure(data, model, results["rmse_over_persistence"][:, :, s, :, 0])
+        figures[f"spectra_{name}"] = spectra_figure(data, c, results.models, np.delete(spectra[:, :, c], 1, axis=1))
+    for s, model in enumerate(results.models, 1):
+        figures[f"scorecard_{model}"] = scorecard_figure(data, model, scores["rmse_over_persistence"][:, :, s, :, 0])
     paths = [folder / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values()):
         FigureCanvasAgg(figure)
@@ -59,14 +52,14 @@ def draw_all(run: "EvaluationRun", results: dict, spectra: np.ndarray) -> list[P
     return paths
 
 
-def skill_figure(data: ForecastData, c: int, sources: list[str], results: dict) -> Figure:
+def skill_figure(data: ForecastData, c: int, sources: list[str], scores: dict) -> Figure:
     """Draw RMSE and anomaly correlation of channel `c` by lead time, with intervals."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     axes = figure.subplots(1, 2)
     days = np.array(data.lead_hours) / 24
     for s, source in enumerate(sources):
         for one, score in zip(axes, ("rmse", "acc")):
-            value, low, high = results[score][:, :, s, c, 0]
+            value, low, high = scores[score][:, :, s, c, 0]
             if np.isfinite(value).any():
                 marker = "." if len(days) < 40 else ""
                 one.plot(days, value, LINES[source], color=COLOURS[source], label=source, marker=marker)

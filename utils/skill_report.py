@@ -11,54 +11,38 @@ import logging
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib.image
 import numpy as np
 
 from utils.plots import label
-from utils.skill import INTERVAL, RESAMPLES, WEIGHTINGS, summarise
+from utils.skill import INTERVAL, RESAMPLES, WEIGHTINGS
 from utils.skill_plots import draw_all
+from utils.skill_results import Results
 from utils.tensorboard import SummaryWriter
 
 FEW_BLOCKS = 10  # below this intervals are said to be rough
 
-if TYPE_CHECKING:
-    from utils.evaluation import EvaluationRun
 
-
-def report(run: "EvaluationRun") -> None:
+def report(results: Results) -> None:
     """Write everything that is made of the forecasts kept."""
-    data, store, folder = run.data, run.store, run.folder
-    _warn_of_nonfinite(run)
-    block = block_size(run)
-    results = summarise(store.all("moments"), len(data), block)
-    spectra = sum(store.all("spectra")) / len(data)
-    _write_json(run, results, spectra, block)
-    _write_csv(run, results)
-    _log(run, results, block)
+    _warn_of_nonfinite(results)
+    _write_json(results)
+    _write_csv(results)
+    _log(results)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of each animation
-    pictures = draw_all(run, results, spectra)
-    _show(run, results, pictures)
-    for path in (folder / "skill.json", folder / "skill.csv", *pictures):
+    pictures = draw_all(results)
+    _show(results, pictures)
+    for path in (results.folder / "skill.json", results.folder / "skill.csv", *pictures):
         logging.info("  %s", path)
 
 
-def block_size(run: "EvaluationRun") -> int:
-    """Return how many forecasts that follow each other the bootstrap draws together."""
-    data = run.data
-    if not data.has_time or len(data) < 2:
-        hours = data.step_hours / data.config.dt * run.settings.stride
-    else:
-        hours = float(np.median(np.diff([data.seconds(n) for n in range(len(data))]))) / 3600
-    return min(max(1, round(run.settings.block_hours / hours)), len(data))
-
-
-def _warn_of_nonfinite(run: "EvaluationRun") -> None:
+def _warn_of_nonfinite(results: Results) -> None:
     """Log which models broke down: what is not finite in one forecast is so in the mean of all."""
-    data = run.data
-    for s, name in enumerate(run.models, 1):
-        bad = [(n, k) for n, kept in enumerate(run.store.all("moments")) for k in _bad_steps(kept[:, s])[:1]]
+    data = results.data
+    for s, name in enumerate(results.models, 1):
+        bad = list(results.nonfinite(s))
         if bad:
             n, k = bad[0]
             logging.warning(
@@ -67,16 +51,11 @@ def _warn_of_nonfinite(run: "EvaluationRun") -> None:
             )
 
 
-def _bad_steps(moments: np.ndarray) -> np.ndarray:
-    """Return the steps at which moments [K, C, A, M] are not finite."""
-    return np.flatnonzero(~np.isfinite(moments).all(axis=(1, 2, 3)))
-
-
-def _write_json(run: "EvaluationRun", results: dict, spectra: np.ndarray, block: int) -> None:
-    data = run.data
+def _write_json(results: Results) -> None:
+    data, spectra = results.data, results.spectra
     text = {
-        "checkpoint": run.settings.checkpoint,
-        "iteration": run.info and run.info["iteration"],
+        "checkpoint": results.settings.checkpoint,
+        "iteration": results.iteration,
         "forecasts": len(data),
         "first": data.date(0),
         "last": data.date(len(data) - 1),
@@ -86,27 +65,27 @@ def _write_json(run: "EvaluationRun", results: dict, spectra: np.ndarray, block:
         "climatology": data.climate.name,
         "interval": INTERVAL,
         "resamples": RESAMPLES,
-        "forecasts_drawn_together": block,
-        "blocks": len(data) / block,
+        "forecasts_drawn_together": results.block,
+        "blocks": results.blocks,
         "scores": {
             source: {
                 score: {
                     weighting: {name: values[:, :, s, c, a].T for c, name in enumerate(data.out_names)}
                     for a, weighting in enumerate(WEIGHTINGS)
                 }
-                for score, values in results.items()
+                for score, values in results.scores.items()
             }
-            for s, source in enumerate(run.sources)
+            for s, source in enumerate(results.sources)
         },
         "spectra": {
             "lead_hours": [data.lead_hours[k] for k in data.shown_steps],
             **{
                 source: {name: spectra[:, s, c] for c, name in enumerate(data.out_names)}
-                for s, source in enumerate(["truth", *run.sources[:-1]])
+                for s, source in enumerate(["truth", *results.sources[:-1]])
             },
         },
     }
-    _write(run.folder / "skill.json", json.dumps(_plain(text), indent=1) + "\n")
+    _write(results.folder / "skill.json", json.dumps(_plain(text), indent=1) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
@@ -127,23 +106,23 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _write_csv(run: "EvaluationRun", results: dict) -> None:
-    data, text = run.data, io.StringIO()
+def _write_csv(results: Results) -> None:
+    data, text = results.data, io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["source", "channel", "units", "lead_hours", "score", "weighting", "value", "low", "high"])
-    axes = map(enumerate, (run.sources, data.out_names, data.lead_hours, WEIGHTINGS))
-    for (score, values), *places in itertools.product(results.items(), *axes):
+    axes = map(enumerate, (results.sources, data.out_names, data.lead_hours, WEIGHTINGS))
+    for (score, values), *places in itertools.product(results.scores.items(), *axes):
         (s, source), (c, name), (k, hours), (a, weighting) = places
         units = data.units[c] if score not in ("acc", "rmse_over_persistence") else ""
         table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
-    _write(run.folder / "skill.csv", text.getvalue())
+    _write(results.folder / "skill.csv", text.getvalue())
 
 
-def _log(run: "EvaluationRun", results: dict, block: int) -> None:
+def _log(results: Results) -> None:
     """Log the RMSE of the shown channels at some lead times, and what it comes to."""
-    data, rmse, ratio = run.data, results["rmse"][0, ..., 0], results["rmse_over_persistence"][..., 0]
+    data, blocks, scores, (first, *others) = results.data, results.blocks, results.scores, results.sources
+    rmse, ratio = scores["rmse"][0, ..., 0], scores["rmse_over_persistence"][..., 0]
     shown = [k for k, hours in enumerate(data.lead_hours) if k == 0 or hours % 24 == 0 or k == data.steps - 1]
-    blocks = len(data) / block
     logging.info(
         "RMSE of %d forecasts (rows weighted by cos(latitude)), and over persistence's (with its %g%% interval)",
         *(len(data), 100 * INTERVAL),
@@ -152,18 +131,18 @@ def _log(run: "EvaluationRun", results: dict, block: int) -> None:
         logging.info(
             "  %s: the forecasts make %.3g blocks of %g h of weather",
             "There are no intervals" if blocks < 3 else "The intervals are rough, and rather too narrow",
-            *(blocks, run.settings.block_hours),
+            *(blocks, results.settings.block_hours),
         )
     for c in data.plot_channels:
         logging.info("%s", label(data.out_names[c], data.units[c]))
-        logging.info("  %24s%s", run.sources[0], "".join(f"{name:>12}{'':22}" for name in run.sources[1:]).rstrip())
+        logging.info("  %24s%s", first, "".join(f"{name:>12}{'':22}" for name in others).rstrip())
         for k in shown:
             cells = [f"{data.lead_hours[k]:10g} h {rmse[k, 0, c]:11.4g}"]
-            for s in range(1, len(run.sources)):
+            for s in range(1, 1 + len(others)):
                 value, low, high = ratio[:, k, s, c]
                 cells.append(f"{rmse[k, s, c]:12.4g}  {value:5.2f} ({low:.2f} to {high:.2f})")
             logging.info("  %s", "".join(cells))
-    for (s, name), c in itertools.product(enumerate(run.models, 1), data.plot_channels):
+    for (s, name), c in itertools.product(enumerate(results.models, 1), data.plot_channels):
         climatology = _longest(data.lead_hours, rmse[:, s, c] / rmse[:, -1, c])
         text = f"its RMSE is below climatology's up to {climatology:g} h"
         if data.origins[c] >= 0 and blocks >= 3:
@@ -182,15 +161,15 @@ def _longest(lead_hours: list[float], ratios: np.ndarray) -> float:
     return last
 
 
-def _show(run: "EvaluationRun", results: dict, pictures: list[Path]) -> None:
+def _show(results: Results, pictures: list[Path]) -> None:
     """Write the curves and pictures for TensorBoard: the steps are lead times in hours, or where need be in minutes."""
-    data, logs = run.data, run.folder / "logs"
+    data, logs = results.data, results.folder / "logs"
     shutil.rmtree(logs, ignore_errors=True)  # of an earlier look at the same forecasts
     unit = 1 if all(float(hours).is_integer() for hours in data.lead_hours) else 60
-    for s, source in enumerate(run.sources):
+    for s, source in enumerate(results.sources):
         with SummaryWriter(logs / source) as board:
             axes = map(enumerate, (data.out_names, data.lead_hours))
-            for (score, values), (c, name), (k, hours) in itertools.product(results.items(), *axes):
+            for (score, values), (c, name), (k, hours) in itertools.product(results.scores.items(), *axes):
                 board.add_scalar(f"{score}/{name}", values[0, k, s, c, 0], round(unit * hours))
     with SummaryWriter(logs / "pictures") as board:
         for path in pictures:

@@ -26,6 +26,7 @@ from distributed.helpers import sliced_dims
 from distributed.parallelize import ParallelViT
 from networks.vit import ViT
 from utils import report
+from utils.files import read_events
 from utils.launch import World, join
 
 OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
@@ -91,7 +92,7 @@ def trained(module, argv: list[str], world: World, overflows: bool) -> dict:
         module.train, module.build_model = original, original_build
     folder = kept.pop("folder")
     if folder:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_events(folder / "metrics.jsonl")
         steps = [line for line in lines if line["event"] == "step"]
         last = [line for line in lines if line["event"] == "epoch"][-1]
         valid = [

@@ -1,12 +1,12 @@
 """Runs of a benchmark: on which data, and what they recorded."""
 
-import json
 from pathlib import Path
 
 import torch.distributed as dist
 
 import train
 from utils.config_reader import load_config
+from utils.files import read_events
 from utils.launch import World, join
 
 STATS = ("global_means", "global_stds", "time_means")
@@ -28,5 +28,4 @@ def train_here(flags: list[str]) -> list[dict]:
         train.main(World(), flags)
     finally:
         dist.destroy_process_group()
-    path = Path(config.expdir) / config.config / "1GPU" / config.run_num / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_events(Path(config.expdir) / config.config / "1GPU" / config.run_num / "metrics.jsonl")

@@ -101,12 +101,7 @@ MUTATIONS = [
         "ladder -k noise",
     ),
     ("benchmarks/ladder_runs", "if found != setup:", "if False:", "ladder -k not_mixed"),
-    (
-        "benchmarks/ladder_runs",
-        'for line in lines if line.endswith("\\n")',
-        "for line in lines",
-        "ladder -k half_a_line",
-    ),
+    ("utils/files", "        except ValueError:", "        except KeyError:", "ladder -k half_a_line"),
     ("benchmarks/ladder", "if iterations < LEAST:", "if False:", "ladder -k too_few"),
     (
         "benchmarks/ladder",

@@ -135,7 +135,7 @@ MUTATIONS = [
     ("benchmarks/ladder", "if rung is rungs[0] and", "if False and", "ladder -k baseline_that"),
     ("benchmarks/ladder", '"skipped" if ".py: error: " in why else "failed"', '"failed"', "ladder -k model_cannot"),
     ("utils/verdict", "if measured.iterations <= 0:", "if False:", "verdict -k one_step"),
-    ("utils/verdict", "if activations > others:", "if True:", "verdict -k less_memory"),
+    ("utils/verdict", "if activations > others else", "if True else", "verdict -k less_memory"),
     ("utils/run", "if isinstance(error, torch.OutOfMemoryError) and", "if False and", "verdict -k who_runs_out"),
     ("utils/system_watch", "samples[name] = [value]", "pass", "observers -k shorter_than"),
     ("benchmarks/machine", "nproc * threads > len(mine)", "False", "doctor -k numa"),

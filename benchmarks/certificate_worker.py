@@ -26,10 +26,10 @@ from distributed.helpers import sliced_dims
 from utils.comm import Grid
 from utils.config_reader import load_config
 from utils.fields import Fields
+from utils.files import read_events
 from utils.launch import World, join
 from utils.observers import Observer
 from utils.run import Run
-from utils.run_costs import read_events
 
 OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
 

@@ -1,6 +1,5 @@
 """Runs of a benchmark: on which data, and what they recorded."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch.distributed as dist
 
 import train
 from utils.config_reader import load_config
+from utils.files import read_events
 from utils.launch import World, join
 from utils.observers import Observer
 
@@ -30,5 +30,4 @@ def train_here(flags: list[str], observers: Iterable[Observer] = ()) -> list[dic
         train.main(World(), flags, observers)
     finally:
         dist.destroy_process_group()
-    path = Path(config.expdir) / config.config / "1GPU" / config.run_num / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_events(Path(config.expdir) / config.config / "1GPU" / config.run_num / "metrics.jsonl")

@@ -32,6 +32,7 @@ from benchmarks.call import all_devices, call, check_place, end_on_signals, laun
 from benchmarks.machine import Line, cores, devices, host_memory, limits, versions  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
+from utils.advice import DOCTOR  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
 from utils.data_loader import BatchReader  # noqa: E402
@@ -39,12 +40,6 @@ from utils.profiling import peak_flops  # noqa: E402
 from utils.verdict import memory_advice  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
-REMEDIES = {  # where sending takes too much of a step
-    "dp-cp": "a larger batch, in several --accumulation_steps, or a faster network (NCCL_DEBUG=INFO names it)",
-    "tp": "a smaller --tensor_parallel, or its ranks in one node (--parallel_order tp-cp-dp)",
-    "cp": "--cp_attention ulysses, a smaller --context_parallel, or its ranks in one node",
-    "tp-cp": "a smaller grid, or its ranks in one node (--parallel_order tp-cp-dp)",
-}
 MFU = 0.4  # what a step reaches of the peak, more or less
 
 
@@ -72,7 +67,7 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
         if without:
             ratio = speeds["all_reduce"] / without[f"{group} all_reduce"]["gb_per_sec"]
             told += f", {ratio:.1f} x as much as without peer-to-peer"
-            remedy = "export NCCL_P2P_DISABLE=1, and ask the site why" if ratio < 0.9 else None
+            remedy = DOCTOR["peer"][1] if ratio < 0.9 else None
         # Gradients go over dp-cp, which is dp or cp alone where the other one is 1.
         has_gradients = group in ("dp", "cp") and "dp-cp all_reduce" not in found
         size = sent.get(group, 0.0) + (sent.get("dp-cp", 0.0) if has_gradients else 0.0)
@@ -80,7 +75,7 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
             seconds = size / speeds[kind_of(group)] / 1e9
             told += f"; {1e3 * seconds:.1f} ms for what a step sends over it, which computes about {1e3 * step:.1f} ms"
             most = "dp-cp" if has_gradients and sent.get("dp-cp", 0.0) > sent.get(group, 0.0) else group
-            remedy = REMEDIES[most] if seconds > step / 2 else remedy
+            remedy = DOCTOR[most][1] if seconds > step / 2 else remedy
         yield Line(told, remedy)
 
 
@@ -124,11 +119,11 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
     if (speeds[1] if depth == 1 else min(speeds[1] * depth, speeds[best])) >= needed:
         yield Line(told)
     elif not data.train_loader.is_direct:
-        yield Line(told, "--num_data_workers: each decodes a frame at a time; or files that are not compressed")
+        yield Line(told, DOCTOR["gzip"][1])
     elif speeds[best] >= needed:
-        yield Line(told, f"--num_data_workers 4 --read_depth {best}")
+        yield Line(told, DOCTOR["depth"][1].format(best=best))
     else:
-        yield Line(told, "--stage_dir on the node's own disk, less channels, or float16 files")
+        yield Line(told, DOCTOR["storage"][1])
 
 
 def drop_cache(path: str) -> None:
@@ -159,12 +154,12 @@ def values(data: WeatherData) -> Iterator[Line]:
     yield Line(f"{len(reader.pairs)} samples of {len(f.in_names)} channels, {values.shape[2]} x {values.shape[3]}")
     for name, channel in zip(f.in_names, values.swapaxes(0, 1)):
         if not np.isfinite(channel).all():
-            yield Line(f"{name} is not finite everywhere", "mend the files: python -m utils.prepare_data check FOLDER")
+            yield Line(f"{name} is not finite everywhere", DOCTOR["finite"][1])
             continue
         mean, std = channel.mean(), channel.std()
         if abs(mean) > 1 or not 0.3 < std < 3:
             found = f"{name} has mean {mean:.2f} and standard deviation {std:.2f} once it is normalised"
-            yield Line(found, "the statistics are of other data: make them anew (docs/data.md)")
+            yield Line(found, DOCTOR["statistics"][1])
     if np.isfinite(values).all():
         yield Line(f"normalised values lie between {values.min():.1f} and {values.max():.1f}")
 

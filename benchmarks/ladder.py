@@ -36,6 +36,7 @@ from benchmarks.record import device_name  # noqa: E402
 from benchmarks.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
+from utils.files import read_events  # noqa: E402
 from utils.system_watch import cores_in_reach  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
@@ -75,7 +76,7 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
     found = list(folder.glob("*/*/*/metrics.jsonl"))
     if not found:
         return {"failed": f"the run is over, and no metrics.jsonl is in {folder}"}
-    events = [json.loads(line) for line in found[0].read_text().splitlines()]
+    events = read_events(found[0])
     first, last = [event for event in events if event["event"] == "epoch"]
     shutil.rmtree(folder)
     seconds = rung.batch / last["samples_per_sec"]

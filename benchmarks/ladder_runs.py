@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rungs import Rung
+from utils.files import read_events, write_text
 
 
 class Runs:
@@ -19,15 +20,14 @@ class Runs:
     def __init__(self, path: Path, setup: dict[str, Any]):
         self.path, self.done = path, {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        found, *runs = [json.loads(line) for line in lines if line.endswith("\n")] or [setup]
+        found, *runs = (read_events(path) if path.exists() else []) or [setup]
         if found != setup:
             changed = ", ".join(name for name in setup if found.get(name) != setup[name])
             raise ValueError(f"{path} is of another ladder ({changed} changed): give another --json, or --fresh")
         runs = [run for run in runs if "losses" in run]  # the others are tried again
         self.done = {(run["rung"], run["round"]): run for run in runs}
         # Anew, because the last line may be half a line.
-        path.write_text("".join(json.dumps(line) + "\n" for line in (setup, *runs)))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in (setup, *runs)))
 
     def add(self, rung: Rung, number: int, result: dict[str, Any]) -> None:
         line = {"rung": rung.key, "round": number, **result}

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import h5py
 import numpy as np
+import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -154,12 +155,12 @@ def cases(layout: str) -> dict[str, Callable]:
 
 def cpu_seconds() -> float:
     """Return the CPU time of this process and of all those that it started, those that still run included."""
-    times, running = os.times(), 0
-    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        with contextlib.suppress(FileNotFoundError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            running += int(fields[11]) + int(fields[12])
-    return sum(times[:4]) + running / os.sysconf("SC_CLK_TCK")
+    process = psutil.Process()
+    total = sum(process.cpu_times()[:4])  # of its own, user and system, and of those that have ended
+    for child in process.children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += sum(child.cpu_times()[:2])
+    return total
 
 
 def measure(make: Callable, files: Files, order: SampleOrder, epochs: int = 2) -> dict[str, float]:
@@ -169,7 +170,7 @@ def measure(make: Callable, files: Files, order: SampleOrder, epochs: int = 2) -
     for i, _ in enumerate(loader.epoch(0)):
         if i == 0:
             first = time.perf_counter() - start
-    start, cpu = time.perf_counter(), cpu_seconds()
+    cpu, start = cpu_seconds(), time.perf_counter()
     for epoch in range(1, 1 + epochs):
         for _ in loader.epoch(epoch):
             pass

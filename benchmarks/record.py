@@ -1,6 +1,5 @@
 """The records in results/: machine, versions, command, figures with their spread."""
 
-import json
 import platform
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from utils.files import to_json, write_text
 from utils.system_watch import cores_in_reach
 
 
@@ -20,7 +20,7 @@ def device_name() -> str:
 
 
 def write_record(path: Path, figures: dict[str, float], spread: dict[str, list[float]], **more: Any) -> None:
-    """Write the figures, and [min, max] of those that vary; NaN becomes null."""
+    """Write the figures, and [min, max] of those that vary; null where they are not finite."""
     record = {
         "machine": {"device": device_name(), "cores": len(cores_in_reach()), "system": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -30,4 +30,4 @@ def write_record(path: Path, figures: dict[str, float], spread: dict[str, list[f
         **more,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1).replace("NaN", "null") + "\n")
+    write_text(path, to_json(record, indent=1) + "\n")

@@ -54,7 +54,7 @@ MUTATIONS = [
         "",
         "evaluation -k get_wrong",
     ),
-    ("utils/forecast_store", "        part.rename(self._path(forecast))", "        pass", "evaluate -k tables"),
+    ("utils/files", "    part_of(path).rename(path)", "    pass", "evaluate -k tables"),
     (
         "utils/forecast_store",
         "if path.exists() and path.read_text() != text",

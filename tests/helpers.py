@@ -1,7 +1,6 @@
 """What several tests need: small data sets, and runs on one or several ranks."""
 
 import contextlib
-import json
 import multiprocessing
 import os
 import random
@@ -19,6 +18,8 @@ import h5py
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from utils.files import read_events
 
 # Ranks are forked from a server that has imported the scripts already: a start takes a tenth of a second.
 SERVER = multiprocessing.get_context("forkserver")
@@ -177,8 +178,7 @@ def run_folder(argv: list[str], name: str = "1GPU") -> Path:
 
 def records(folder: Path, event: str) -> list[dict]:
     """Return the lines of metrics.jsonl of one kind."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == event]
+    return [line for line in read_events(folder / "metrics.jsonl") if line["event"] == event]
 
 
 def losses(folder: Path) -> list[float]:

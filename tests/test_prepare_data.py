@@ -1,6 +1,5 @@
 """From archives to training files: the same numbers, in bounded memory, all or nothing; and the check of a folder."""
 
-import fcntl
 import os
 import shutil
 import signal
@@ -340,9 +339,12 @@ def test_a_file_that_is_gone_is_made_anew(tmp_path, interrupted, monkeypatch, ca
 
 def test_two_runs_do_not_write_the_same_folder(tmp_path, interrupted, capsys):
     (tmp_path / ".out-unfinished").mkdir()
-    with (tmp_path / ".out-unfinished/lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    hold = "import sys, pathlib, utils.files as f\nheld = f.lock(pathlib.Path(sys.argv[1]))\nprint(flush=True), input()"
+    command = [sys.executable, "-c", hold, str(tmp_path / ".out-unfinished/lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as other:
+        other.stdout.readline()
         assert main(interrupted) == 2
+        other.communicate(b"\n")
     assert "another run is writing" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert main(interrupted) == 0
 

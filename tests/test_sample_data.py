@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from utils.dataset_writer import new_folder
 from utils.qg import CHANNELS, SphericalHarmonics, TwoLayerQG
 from utils.sample_data import main, one_thread, write_qg, write_shape
+from utils.unfinished import hidden
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = dict(trajectories=3, samples=4, spinup_days=1, height=16, width=32)
@@ -230,8 +230,8 @@ def test_a_failure_leaves_nothing_new_and_the_old_as_it_was(tiny, tmp_path, monk
 
 
 def test_the_folder_is_not_there_before_it_is_complete_and_is_open_to_others(tmp_path):
-    with new_folder(tmp_path / "data", overwrite=False, size=0) as folder:
-        (folder / "x").touch()
+    with hidden(tmp_path / "data", overwrite=False, size=0, remedy="less") as unfinished:
+        (unfinished.new / "x").touch()
         assert not (tmp_path / "data").exists()
     (tmp_path / "usual").mkdir()
     assert (tmp_path / "data").stat().st_mode == (tmp_path / "usual").stat().st_mode

@@ -10,6 +10,7 @@ import torch
 
 from networks.vit import ViT
 from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags
+from utils.advice import table
 from utils.config import Config
 from utils.device import has_bf16
 from utils.time_report import PARTS
@@ -159,6 +160,22 @@ def test_who_runs_out_of_memory_learns_what_filled_it(tiny, monkeypatch):
         told,
     )
     assert told in (run_folder(tiny_flags(tiny)) / "out.log").read_text()
+
+
+def test_the_page_of_symptoms_says_what_the_program_says():
+    slow, memory, doctor = map(table, ("slow", "memory", "doctor"))
+    plain = re.sub(r"\[(.*?)\]\(\S*\)", r"\1", slow + memory).replace("`", "")
+    config = Config(num_data_workers=4, tensor_parallel=2, context_parallel=2)
+    for direct in (True, False):
+        found = measured({"communication": [1.0, 2.0]}, has_bf16=True, is_direct=direct)
+        for text in (text for bound in BOUNDS if bound != SLOWEST for text in advice(bound, found, config)):
+            assert text in plain
+    assert all(text in plain for text in memory_advice(2.0, 1.0, Config(global_batch_size=8).with_batches(1)))
+    assert "a smaller `--tensor_parallel`, or its ranks in one node" in doctor and "{" not in slow + memory + doctor
+    for text in (slow, memory, doctor):
+        assert len({line.count(" | ") for line in text.splitlines()[2:]}) == 1
+        for flag in set(re.findall(r"--(?:no_)?(\w+)", text)):
+            assert flag in Config.__dataclass_fields__, flag
 
 
 @pytest.mark.parametrize("bound", BOUNDS)

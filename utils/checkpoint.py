@@ -10,7 +10,6 @@ Every rank writes its part, aside: into 00000128.part. It is synced to the disk,
 
 import argparse
 import json
-import os
 import re
 import shutil
 import sys
@@ -23,6 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+
+from utils.files import complete, part_of, whole, write_text
 
 FORMAT = 1
 INFO = "info.json"
@@ -50,7 +51,7 @@ def save(
         shards: returns this rank's part; called when all ranks are here.
         sync: called on rank 0 before the checkpoint counts.
     """
-    part, is_main = folder.with_name(f"{folder.name}.part"), dist.get_rank(group) == 0
+    part, is_main = part_of(folder), dist.get_rank(group) == 0
     error = None
     try:
         if is_main:
@@ -61,7 +62,7 @@ def save(
         dcp.save(shards(), storage_writer=writer, process_group=group)
         if is_main:
             sync()
-            _complete(part, folder, info)
+            _complete(folder, info)
     except FAILURES as found:  # of any rank: dcp raises on all of them
         error = _reason(found)
     error = _share(error, group)
@@ -71,25 +72,12 @@ def save(
         raise OSError(error)
 
 
-def _complete(part: Path, folder: Path, info: dict[str, Any]) -> None:
+def _complete(folder: Path, info: dict[str, Any]) -> None:
     """Give a checkpoint whose tensors are written its info and its name."""
+    part = part_of(folder)
     sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
-    with (part / INFO).open("w") as file:
-        json.dump({"format": FORMAT, **info, "files": sizes}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(part)
-    part.rename(folder)
-    sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the disk know the names in a folder."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    write_text(part / INFO, json.dumps({"format": FORMAT, **info, "files": sizes}, indent=1))
+    complete(folder)
 
 
 def _share(error: str | None, group: dist.ProcessGroup) -> str | None:
@@ -204,12 +192,10 @@ def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> st
         raise ValueError(
             f"{folder} holds no moving average of weights: leave --ema out (it takes --ema_decay in training)"
         )
-    part = out.with_name(f"{out.name}.part")
     try:
-        torch.save(weights, part)
-        part.rename(out)
+        with whole(out) as part:
+            torch.save(weights, part)
     except (OSError, RuntimeError) as error:
-        part.unlink(missing_ok=True)
         raise ValueError(f"cannot write {out} ({_reason(error)}): give another file") from None
     total = sum(x.numel() for x in weights.values())
     return f"{folder}: wrote {total:,} weights after {info['iteration']} iterations to {out}"

@@ -1,4 +1,4 @@
-"""Write a data set in the layout that the loaders read: files, statistics, and all of it or nothing.
+"""Write a data set in the layout that the loaders read: files and statistics.
 
     FOLDER/train/*.h5, valid/*.h5, test/*.h5      `fields` [time, channel, lat, lon], `time`, `latitude`, `longitude`
     FOLDER/stats/global_means.npy, global_stds.npy [1, C, 1, 1], time_means.npy [1, C, H, W], from the training files
@@ -7,17 +7,14 @@
 Shapes: T time steps, C channels, H latitudes, W longitudes.
 """
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
 import numpy as np
 import torch
 from torch import Tensor
+
+from utils.files import to_disk, whole
 
 # A chunk is one channel of one frame. gzip is at its fastest level and after shuffling bytes, as archives have it.
 LAYOUTS = {
@@ -106,15 +103,12 @@ class DatasetWriter:
     def close(self, name: str) -> None:
         """Close a file that is complete."""
         self.fields.pop(name).file.close()
-        with (self.folder / f"{name}.h5").open("rb") as file:
-            os.fsync(file.fileno())
+        to_disk(self.folder / f"{name}.h5")
 
     def save(self, path: Path) -> None:
         """Keep the statistics so far, complete or not at all; `load` goes on from there."""
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
+        with whole(path) as part, part.open("wb") as file:
             np.savez(file, **{name: getattr(self, name) for name in self.SUMS})
-        part.rename(path)
 
     def load(self, path: Path) -> None:
         """Go on from the statistics that were kept."""
@@ -149,68 +143,3 @@ class DatasetWriter:
         (self.folder / "stats").mkdir(exist_ok=True)
         for name, value in stats.items():
             np.save(self.folder / "stats" / f"{name}.npy", value[None].float().numpy())
-
-
-@contextmanager
-def new_folder(out: Path, overwrite: bool, size: int) -> Iterator[Path]:
-    """A scratch folder beside `out` that becomes `out` if the body succeeds, and leaves no trace if it fails.
-
-    `size` is the number of bytes to come. Raises ValueError if `out` exists (unless `overwrite`, and it is a data set),
-    cannot be written, or does not fit on the disk.
-    """
-    check_new(out, overwrite)
-    out = out.resolve()  # a link to a scratch disk stays a link
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent)
-    except OSError as error:
-        raise cannot_write(out, error) from None
-    with scratch:
-        check_space(out, scratch.name, size, "fewer --samples or --trajectories")
-        # One level down: the temporary folder itself is closed to other users, and that would stick to `out`.
-        new = Path(scratch.name, "new")
-        new.mkdir()
-        yield new
-        put_in_place(new, out, Path(scratch.name, "old"))
-
-
-def check_new(out: Path, overwrite: bool) -> None:
-    """Raise ValueError if `out` exists, unless `overwrite` and it is a data set."""
-    if not out.exists():
-        return
-    if not overwrite:
-        raise ValueError(f"{out} exists already; add --overwrite to replace it, or give another --out")
-    parts = {"train", "valid", "test", "stats"}
-    strangers = sorted({p.name for p in out.iterdir()} - parts) if out.is_dir() else [out.name]
-    if strangers:
-        raise ValueError(
-            f"{out} holds {strangers[0]}, which is no part of a data set; --overwrite replaces only folders "
-            "with train, valid, test and stats; give another --out"
-        )
-
-
-def cannot_write(out: Path, error: OSError) -> ValueError:
-    """Return the error to raise where `out` cannot be written."""
-    return ValueError(f"cannot write {out}: {error.strerror}; give --out a folder that you may write to")
-
-
-def check_space(out: Path, folder: str | Path, size: int, remedy: str) -> None:
-    """Raise ValueError if `size` bytes do not fit on the disk of `folder`."""
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise ValueError(
-            f"{out} needs {size / 1e9:.1f} GB and its disk has {free / 1e9:.1f} GB free; "
-            f"give {remedy}, or another --out"
-        )
-
-
-def put_in_place(new: Path, out: Path, old: Path) -> None:
-    """Rename the complete folder `new` to `out`; what was there before becomes `old`."""
-    if out.exists():
-        out.rename(old)
-    try:
-        new.rename(out)
-    except OSError:
-        if old.exists():
-            old.rename(out)
-        raise

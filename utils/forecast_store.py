@@ -10,7 +10,6 @@ whole.
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,9 +17,10 @@ from typing import Any, TextIO
 import numpy as np
 
 from utils.errors import WriteError
+from utils.files import whole, write_text
 from utils.run_folder import lock_run, rename_aside, whoami
 
-BEGUN = {"lock", "setting.part"}  # what may be there before there is a setting
+BEGUN = {"lock", "setting.json.part"}  # what may be there before there is a setting
 
 
 class ForecastStore:
@@ -45,9 +45,7 @@ class ForecastStore:
                 self.close()
                 self._take()
             if not path.exists():
-                part = path.with_suffix(".part")
-                part.write_text(text)
-                part.rename(path)
+                write_text(path, text)
             elif path.read_text() != text:
                 raise ValueError(f"{self.folder} was begun by another evaluation just now: choose another with --out")
             self.kept.mkdir(exist_ok=True)
@@ -84,12 +82,8 @@ class ForecastStore:
 
     def keep(self, forecast: int, **arrays: np.ndarray) -> None:
         """Keep what is left of a forecast."""
-        part = self._path(forecast).with_suffix(".part")
-        with part.open("wb") as file:
+        with whole(self._path(forecast)) as part, part.open("wb") as file:
             np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(self._path(forecast))
 
     def read(self, forecast: int, name: str) -> np.ndarray:
         """Return one of its arrays."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from utils.files import complete, part_of
 from utils.forecast_data import ForecastData
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class NetcdfWriter(ForecastWriter):
     def _create(self, n: int, model: str) -> "netCDF4.Dataset":
         import netCDF4
 
-        part = self._path(n, model).with_suffix(".part")
+        part = part_of(self._path(n, model))
         part.parent.mkdir(parents=True, exist_ok=True)
         self.axes([n]).to_netcdf(part, encoding=ENCODING, engine="netcdf4")
         file = netCDF4.Dataset(part, "a")
@@ -107,8 +108,7 @@ class NetcdfWriter(ForecastWriter):
         for number, model in [key for key in self.files if key[0] == n]:
             with _raising_oserror():
                 self.files.pop((number, model)).close()
-            path = self._path(n, model)
-            path.with_suffix(".part").rename(path)
+            complete(self._path(n, model))
 
     def _path(self, n: int, model: str) -> Path:
         time = str(np.datetime64(self.data.seconds(n), "s").astype("datetime64[m]")).replace(":", "")

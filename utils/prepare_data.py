@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from utils.archive import Archive, date
 from utils.data_check import check
-from utils.dataset_writer import LAYOUTS, DatasetWriter, check_new
-from utils.unfinished import Unfinished
+from utils.dataset_writer import LAYOUTS, DatasetWriter
+from utils.unfinished import check_new, hidden
 
 MEMORY_GB = 1.0
 LARGEST = 1e30  # beyond it lie fill values
@@ -74,7 +74,8 @@ def prepare(
     request += [channels, valid_from, test_from, fill, allow_gaps, dtype, layout]
     missing, step = dict.fromkeys(names, 0), np.diff(archive.times)
     gap = np.append(False, step > step.min())  # between a time step and the one before
-    with Unfinished(out, overwrite, request, size if layout != "gzip" else 0) as scratch:
+    size = 0 if layout == "gzip" else size
+    with hidden(out, overwrite, size, "fewer files or channels", request) as scratch:
         units = [channel.units for channel in archive.channels]
         writer = DatasetWriter(scratch.new, names, units, archive.latitude, archive.longitude, dtype, layout)
         done = scratch.resume(writer, missing)
@@ -93,7 +94,6 @@ def prepare(
                 writer.close(name)
                 done.append(name)
                 scratch.save(writer, done, missing)
-        scratch.finish()
     kinds = {name.split("/")[0]: 0 for name, *_ in files}
     for name, start, stop in files:
         kinds[name.split("/")[0]] += stop - start

@@ -1,16 +1,11 @@
 """Losses and gradient norms on their way from the device to the host, without a wait in the training loop."""
 
-import json
-import math
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.checkpoint import sync_folder
 from utils.timeline import span
 
 KEPT_ON_DEVICE = 10  # iterations whose values travel together
@@ -74,40 +69,3 @@ def _in_places(places: list[int], values: tuple[Tensor, ...]) -> Tensor:
     for place, value in zip(places, values):
         out[place] = value
     return torch.stack(out)
-
-
-def to_json(value: Any) -> str:
-    """Return one line of JSON; what is not finite becomes null, for JSON has no word for it."""
-
-    def clean(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: clean(x) for key, x in item.items()}
-        return None if isinstance(item, float) and not math.isfinite(item) else item
-
-    return json.dumps(clean(value), allow_nan=False)
-
-
-def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Remove the records of metrics.jsonl that a resumed run will write again: those after a checkpoint.
-
-    Returns the records that stay, and those removed.
-    """
-    lines, kept, void = [], [], []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            event = json.loads(line)
-        except ValueError:  # the end of a process that was killed
-            continue
-        if event["iteration"] <= iteration and (event["event"] != "epoch" or event["epoch"] <= epochs):
-            kept.append(event)
-            lines.append(line + "\n")
-        else:
-            void.append(event)
-    new = path.with_suffix(".part")
-    with new.open("w") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    new.rename(path)
-    sync_folder(path.parent)
-    return kept, void

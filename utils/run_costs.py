@@ -4,7 +4,6 @@ Rank 0 writes it below `report/` in the run's folder, as tables of numbers (CSV)
 """
 
 import csv
-import json
 import logging
 import platform
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ from torch import nn
 
 from utils.device import has_bf16
 from utils.errors import harmless
+from utils.files import read_events, to_json, write_text
 from utils.model_summary import Layer, summary_table
 from utils.profiling import cached_gb, peak_memory_gb
 from utils.step_profile import StepProfile, most_of_parts, parts_at_peak
@@ -238,18 +238,7 @@ class RunCosts:
             ]
         for name, rows in tables.items():
             write_csv(folder / f"{name}.csv", rows)
-        (folder / "report.json").write_text(json.dumps(tables | {"verdict": self.verdict()}, indent=1))
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl but those that the disk did not take whole."""
-    events = []
-    for text in path.read_text().splitlines():
-        try:
-            events.append(json.loads(text))
-        except ValueError:
-            continue
-    return events
+        write_text(folder / "report.json", to_json(tables | {"verdict": self.verdict()}, indent=1))
 
 
 def time_rows(event: dict[str, Any]) -> Iterator[dict[str, Any]]:

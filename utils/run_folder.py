@@ -3,7 +3,6 @@
 <expdir>/<config>/<N>{GPU,MP}/<run_num>/  out.log  config.yaml  metrics.jsonl  logs/  pictures/  checkpoints/ lock owner
 """
 
-import fcntl
 import os
 import re
 import socket
@@ -15,6 +14,7 @@ from typing import Any, TextIO
 from utils import checkpoint
 from utils.checkpoint import Unreadable
 from utils.config import Config, affecting
+from utils.files import lock
 
 
 @dataclass
@@ -79,20 +79,10 @@ def rename_aside(path: Path) -> None:
 
 
 def lock_run(path: Path, remedy: str = "choose another --run_num") -> TextIO:
-    """Take the folder for this process, until it ends or closes the file that is returned.
-
-    Raises ValueError where another process has it. A file system without locks locks nothing.
-    """
-    file = (path / "lock").open("a+")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        raise ValueError(
-            f"{path} is in use by {_holder(path) or 'another process'}: wait for its end, or {remedy}"
-        ) from None
-    except OSError:
-        pass
-    return file
+    """Take the folder for this process, as utils.files.lock does. Raises ValueError where another process has it."""
+    if file := lock(path / "lock"):
+        return file
+    raise ValueError(f"{path} is in use by {_holder(path) or 'another process'}: wait for its end, or {remedy}")
 
 
 def _holder(path: Path) -> str:

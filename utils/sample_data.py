@@ -25,12 +25,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from utils.dataset_writer import LAYOUTS, DatasetWriter, new_folder
+from utils.dataset_writer import LAYOUTS, DatasetWriter
 from utils.qg import CHANNELS, UNITS, SphericalHarmonics, TwoLayerQG
+from utils.unfinished import hidden
 
 DEFAULT_OUT = "data/demo"
 STEP = 6 * 3600  # s between samples
 FIRST_YEAR = 2001
+LESS = "fewer --samples or --trajectories"
 
 
 @torch.inference_mode()
@@ -49,7 +51,7 @@ def write_qg(
 
     `fields` are float32 [samples, 8, height, width] a file. Rows are cell centres, 90 - 180 (j + 0.5) / height
     degrees, so that none is a pole, where u and v have no direction. A grid too coarse for the model's smallest waves
-    gets the waves that it can carry. Returns a phrase on what was written. Raises ValueError (see also `new_folder`).
+    gets the waves that it can carry. Returns a phrase on what was written. Raises ValueError (see also `hidden`).
     """
     _check_at_least(trajectories=(trajectories, 2), samples=(samples, 2), spinup_days=(spinup_days, 0), seed=(seed, 0))
     _check_at_least(height=(height, 8), width=(width, 8))
@@ -62,9 +64,9 @@ def write_qg(
     shape = (len(CHANNELS), height, width)
     size = _size(trajectories, samples, shape)
     with (
-        new_folder(Path(out), overwrite, size) as folder,
+        hidden(Path(out), overwrite, size, LESS) as unfinished,
         one_thread(),
-        DatasetWriter(folder, CHANNELS, UNITS, latitude, longitude, layout=layout) as writer,
+        DatasetWriter(unfinished.new, CHANNELS, UNITS, latitude, longitude, layout=layout) as writer,
     ):
         names = _add_files(writer, trajectories, samples)
         model = TwoLayerQG()
@@ -97,7 +99,7 @@ def write_shape(
 
     Channel c has the mean c, about which one smooth pattern drifts c + 1 columns east every step and another one
     stands and swings. `dtype` is float32 or float16. An odd H has both poles as rows, an even one lacks the southern.
-    Returns a phrase on what was written. Raises ValueError (see also `new_folder`).
+    Returns a phrase on what was written. Raises ValueError (see also `hidden`).
     """
     channels, height, width = shape
     _check_at_least(trajectories=(trajectories, 2), samples=(samples, 2), seed=(seed, 0))
@@ -105,12 +107,12 @@ def write_shape(
         raise ValueError(f"--shape is {channels} {height} {width}: give a C of at least 1, an H and a W of at least 2")
     latitude = 90 - 180 * np.arange(height) / (height - height % 2)
     longitude = 360 * np.arange(width) / width
-    size = _size(trajectories, samples, shape, dtype)
+    size = 0 if layout == "gzip" else _size(trajectories, samples, shape, dtype)
     with (
-        new_folder(Path(out), overwrite, size if layout != "gzip" else 0) as folder,
+        hidden(Path(out), overwrite, size, LESS) as unfinished,
         one_thread(),
         DatasetWriter(
-            folder, [f"ch{c}" for c in range(channels)], ["1"] * channels, latitude, longitude, dtype, layout
+            unfinished.new, [f"ch{c}" for c in range(channels)], ["1"] * channels, latitude, longitude, dtype, layout
         ) as writer,
         tqdm(total=trajectories * samples, desc="samples", disable=None) as progress,
     ):

@@ -6,16 +6,14 @@ Shapes:  S sources of forecasts   K lead times   C channels   A weightings of th
 import csv
 import io
 import itertools
-import json
 import logging
-import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import matplotlib.image
 import numpy as np
 
+from utils.files import to_json, write_text
 from utils.plots import label
 from utils.skill import INTERVAL, RESAMPLES, WEIGHTINGS
 from utils.skill_plots import draw_all
@@ -85,25 +83,7 @@ def _write_json(results: Results) -> None:
             },
         },
     }
-    _write(results.folder / "skill.json", json.dumps(_plain(text), indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(text, newline="")
-    part.rename(path)
-
-
-def _plain(value: Any) -> Any:
-    """Return the value as JSON has it: lists for arrays, null for what is not finite."""
-    if isinstance(value, dict):
-        return {key: _plain(x) for key, x in value.items()}
-    if isinstance(value, (list, np.ndarray)):
-        return [_plain(x) for x in value]
-    if isinstance(value, (float, np.floating)):
-        return float(value) if math.isfinite(value) else None
-    return value
+    write_text(results.folder / "skill.json", to_json(text, indent=1) + "\n")
 
 
 def _write_csv(results: Results) -> None:
@@ -115,7 +95,7 @@ def _write_csv(results: Results) -> None:
         (s, source), (c, name), (k, hours), (a, weighting) = places
         units = data.units[c] if score not in ("acc", "rmse_over_persistence") else ""
         table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
-    _write(results.folder / "skill.csv", text.getvalue())
+    write_text(results.folder / "skill.csv", text.getvalue())
 
 
 def _log(results: Results) -> None:

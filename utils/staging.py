@@ -5,7 +5,6 @@ again. The ranks of a node copy different files at the same time; none of them h
 """
 
 import contextlib
-import fcntl
 import shutil
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from utils.era5 import Files, stamp
+from utils.files import lock, part_of, whole
 
 PIECE = 16 * 2**20  # bytes copied at a time
 REPORT_EVERY = 10  # s
@@ -36,8 +36,7 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
         todo, rank = list(copies.items()), dist.get_rank() if dist.is_initialized() else 0
         for original, copy in todo[rank % len(todo) :] + todo[: rank % len(todo)]:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with open(f"{copy}.lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the system gives it back if this process dies
+            with lock(Path(f"{copy}.lock"), wait=True):  # the system gives it back if this process dies
                 if not is_same(original, copy):
                     _copy(original, copy, progress)
     except OSError as error:
@@ -65,17 +64,13 @@ def is_same(original: Path, copy: Path) -> bool:
 
 
 def _copy(original: Path, copy: Path, progress: "_Progress") -> None:
-    """Copy a file; it gets its name when it is complete."""
-    part = Path(f"{copy}.part")
-    try:
+    """Copy a file; it gets its name when it is complete. Nobody waits for the disk: the next job copies anew."""
+    with whole(copy, sync=False) as part:
         with original.open("rb") as source, part.open("wb") as target:
             while piece := source.read(PIECE):
                 target.write(piece)
                 progress.report()
         shutil.copystat(original, part)
-        part.rename(copy)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class _Progress:
@@ -92,7 +87,7 @@ class _Progress:
         total = 0
         for original, copy in self.copies.items():
             with contextlib.suppress(FileNotFoundError):  # another rank may just have renamed it
-                total += stamp(copy if is_same(original, copy) else f"{copy}.part")[0]
+                total += stamp(copy if is_same(original, copy) else part_of(copy))[0]
         return total
 
     def check_space(self) -> None:

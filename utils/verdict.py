@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
+from utils.advice import ASIDE, SLOWEST, depth, remedies
 from utils.config import Config
 
 # What a step can be bound by, and what the time of each means.
@@ -14,9 +15,8 @@ BOUNDS = {
     "computing": "operators worked",
     "launching or computing": "operators worked or were started: which of the two no profiler could tell here",
     "communicating": "even the last rank waited for what ranks send to each other",
-    "waiting for the slowest rank": "the ranks stood still until the slowest one came",
+    SLOWEST: "the ranks stood still until the slowest one came",
 }
-ASIDE = ("validation", "checkpoint", "logging", "profiling", "setup")  # parts of a run that are no training
 COMPUTE = ("forward", "backward", "optimizer", "step")
 MANY = 0.2  # share of the run that is worth a word
 
@@ -76,7 +76,7 @@ class Measured:
             "copying": mine["data copy"],
             **of_computing,
             "communicating": min(waits),
-            "waiting for the slowest rank": max(waits) - min(waits),
+            SLOWEST: max(waits) - min(waits),
         }
         total = sum(seconds.values())
         return {name: value / total for name, value in seconds.items()}
@@ -108,7 +108,7 @@ def verdict(measured: Measured, config: Config) -> str:
     bounds = measured.bounds()
     first, second, *_ = sorted(bounds, key=bounds.get, reverse=True)
     text = [f"This run is bound by {first}: for {bounds[first]:.0%} of the training time {BOUNDS[first]}."]
-    if first == "waiting for the slowest rank":
+    if first == SLOWEST:
         rank, part = measured.slowest_rank()
         text.append(f"The slowest is rank {rank}, on {measured.nodes[rank]}, and it loses its time in {part!r}.")
     if first == "computing" and measured.mfu:
@@ -125,74 +125,19 @@ def verdict(measured: Measured, config: Config) -> str:
 
 def advice(bound: str, measured: Measured, config: Config) -> Iterator[str]:
     """Yield what may help, the best first; what the run does already is left out."""
-    ranks = len(measured.seconds["communication"])
-    if bound == "reading":
-        depth = config.read_depth or config.num_data_workers
-        if not config.num_data_workers:
-            yield f"--num_data_workers {min(4, measured.cores)}, which reads ahead while the device computes"
-        if measured.is_direct and depth < 32:
-            yield f"--read_depth {4 * max(depth, 1)}, more reads at once: far storage answers many at a time"
-        if not measured.is_direct and config.num_data_workers < measured.cores:
-            yield f"--num_data_workers {measured.cores}, one for each core: each decodes a frame at a time"
-        if config.stage_dir is None:
-            yield "--stage_dir, a folder on the node's own disk: the files are copied there once"
-        yield "fewer channels, or files on faster storage"
-    elif bound == "copying":
-        if not config.enable_jit:
-            yield "--enable_jit, which normalises in one kernel"
-        if measured.on_gpu and config.data_loader_config != "dali":
-            yield "--data_loader_config dali, which normalises on its own stream"
-        yield "files of float16: half the bytes"
-    elif bound in ("launching", "launching or computing"):
-        if not config.enable_jit:
-            yield "--enable_jit: fewer and larger kernels"
-        if not config.enable_fused:
-            yield "--enable_fused: the optimiser in one kernel"
-        if measured.on_gpu and not measured.is_recorded:
-            yield "train_mp_graphs.py, which launches a recorded step at once"
-        yield "a larger --local_batch_size: more work for each launch"
-    elif bound == "computing":
-        if measured.has_bf16 and config.amp_mode == "none":
-            yield "--amp_mode bf16: matrix products of half the width"
-        if config.attention == "math":
-            yield "--attention auto, which never writes the table of tokens x tokens"
-        if config.activation_checkpoint != "none":
-            yield "--activation_checkpoint none, if the memory suffices: nothing is computed twice"
-        if not config.enable_jit:
-            yield "--enable_jit, which fuses what lies between the matrix products"
-        if not config.enable_fused:
-            yield "--enable_fused: the optimiser in one kernel"
-        yield "more ranks: this one is busy with what it has to do"
-    elif bound == "communicating":
-        if config.tensor_parallel * config.context_parallel < ranks and config.accumulation_steps == 1:
-            yield "--accumulation_steps 2 with a larger batch: gradients travel once a step"
-        if config.context_parallel > 1 and config.cp_attention == "gather":
-            yield "--cp_attention ulysses, which sends less"
-        if config.tensor_parallel > 1:
-            yield "a smaller --tensor_parallel: its ranks talk in every block"
-        yield "a larger --local_batch_size: more computing for each byte that is sent"
-    else:
-        rank, part = measured.slowest_rank()
-        if part == "data wait":
-            yield from advice("reading", measured, config)
-        if part in ASIDE:
-            yield f"less often what takes its {part}"
-        yield f"`make doctor` on {measured.nodes[rank]}: another job there, fewer cores, a slower clock?"
+    rank, part = measured.slowest_rank()
+    if bound == SLOWEST and part == "data wait":
+        yield from advice("reading", measured, config)
+    words = {"cores": measured.cores, "workers": min(4, measured.cores), "depth": 4 * max(depth(config), 1)}
+    words |= {"part": part, "node": measured.nodes[rank]}
+    yield from remedies("launching" if bound == "launching or computing" else bound, measured, config, **words)
 
 
 def memory_advice(activations: float, others: float, config: Config) -> Iterator[str]:
     """Yield flags that take less memory, the best first, for a rank with so much of activations and of the others."""
-    if activations > others:
-        if config.attention == "math":
-            yield "--attention auto"
-        if config.local_batch_size % 2 == 0:
-            half, twice = config.local_batch_size // 2, 2 * config.accumulation_steps
-            yield f"--local_batch_size {half} --accumulation_steps {twice}"
-        if config.activation_checkpoint == "none":
-            yield "--activation_checkpoint block"
-        yield f"--context_parallel {2 * config.context_parallel} of train_mp.py"
-    else:
-        yield f"--tensor_parallel {2 * config.tensor_parallel} of train_mp.py"
+    words = {"half": config.local_batch_size // 2, "twice": 2 * config.accumulation_steps}
+    words |= {"cp": 2 * config.context_parallel, "tp": 2 * config.tensor_parallel}
+    yield from remedies("activations" if activations > others else "others", None, config, **words)
 
 
 def out_of_memory(rank: int, parts: dict[str, float], config: Config) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, wait_until
+from tests.helpers import ROOT, records, wait_until
 
 # Stands in for train.py where only the way it is started is in question: one JSON line a rank.
 STAND_IN = """
@@ -192,8 +192,7 @@ def make_data(parent: Path, *shape: str) -> list[str]:
 
 
 def check_run(folder: Path) -> None:
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [event["iteration"] for event in events if event["event"] == "step"] == [1, 2, 3, 4]
+    assert [event["iteration"] for event in records(folder, "step")] == [1, 2, 3, 4]
     assert "DONE ---- rank 0" in (folder / "out.log").read_text()
 
 
@@ -235,9 +234,8 @@ def long_data(tmp_path_factory):
 
 def check_long_run(folder: Path, iterations: int = 160) -> None:
     """Each iteration once, over two lives."""
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [event["iteration"] for event in events if event["event"] == "step"] == list(range(1, iterations + 1))
-    assert [event["event"] for event in events].count("resume") == 1
+    assert [event["iteration"] for event in records(folder, "step")] == list(range(1, iterations + 1))
+    assert len(records(folder, "resume")) == 1
     assert "DONE ---- rank 0" in (folder / "out.log").read_text()
 
 

@@ -6,7 +6,7 @@
 PyTorch's fake tensors and its fake process group run the model, the loss, the backward pass and the optimiser of rank 0
 without memory, computation or other ranks. A tracker adds up the memory by part, a counter the collectives by group.
 Gradients go over dp-cp inside DistributedDataParallel, which fake tensors cannot enter: what it holds is held here as
-well, and its bytes are added by formula.
+well, and its bytes are added by formula. (PyTorch has no public names for these tools: tests/test_communication.py.)
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients
-from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
+from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens
 from networks.attention import check_attention
 from networks.vit import ViT
 from train import AMP_DTYPE, build_optimizer, forward_backward
@@ -130,7 +130,7 @@ def step_of(config: Config, grid: Grid) -> dict:
         activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
         residual=range(channels[1]) if config.residual else None,
     )  # fmt: skip
-    model = ParallelViT(serial, config, grid, shard)
+    model = parallelize(serial, config, grid, shard, torch.device("cpu"))
     samples = config.local_batch_size * config.accumulation_steps
     batch = [torch.zeros(samples, c, *shard.shape) for c in channels]
     optimizer = build_optimizer(model, config)

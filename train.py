@@ -197,4 +197,4 @@ def main(world: World, argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    start(main, sys.argv[1:], load_config)

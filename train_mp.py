@@ -87,4 +87,4 @@ def main(
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    start(main, sys.argv[1:], partial(load_config, chapter=2))

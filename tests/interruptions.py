@@ -103,7 +103,7 @@ def _run_rank(script: str, argv: list[str], env: dict[str, str], log: Path, faul
     sys.argv = [f"{script}.py", *argv]
     for fault in faults:
         fault()
-    module.start(module.main, argv)
+    module.start(module.main, argv, partial(module.load_config, chapter=3))
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[], None]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from torch.utils.tensorboard import SummaryWriter
 
 from utils.config import Config
-from utils.tensorboard import SummaryWriter
 from utils.tracker import MlflowBoard
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib.image
 import numpy as np
+from torch.utils.tensorboard import SummaryWriter
 
 from utils.plots import label
 from utils.skill import INTERVAL, RESAMPLES, WEIGHTINGS, summarise
 from utils.skill_plots import draw_all
-from utils.tensorboard import SummaryWriter
 
 FEW_BLOCKS = 10  # below this intervals are said to be rough
 

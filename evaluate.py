@@ -64,4 +64,4 @@ def main(world: World, argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    start(main, sys.argv[1:], lambda argv: load_evaluation(argv)[1:])

@@ -189,7 +189,7 @@ def main(world: World, argv: list[str], observers: Iterable = ()) -> None:
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
     with Run(Job(config, world, device, data), build_model, observers=observers) as run:
-        run.begin(TrainingState(model, optimizer, scaler, ema_decay=config.ema_decay), remarks)  # may go on with a run
+        run.begin(TrainingState(model, optimizer, scaler, config.ema_decay, model.stacked()), remarks)  # may resume
         model = data_parallel(model, config)
         step = partial(forward_backward, model, scaler=scaler, config=config)
         update = partial(update_weights, optimizer, scaler, config)
@@ -197,4 +197,4 @@ def main(world: World, argv: list[str], observers: Iterable = ()) -> None:
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    start(main, sys.argv[1:], load_config)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distributed.helpers import GridScaler, TensorParallelGradients, sliced_dims
 from distributed.mappings import reduce
-from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens, share_frames
+from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens, share_frames
 from train import build_model, build_optimizer, build_scaler, data_parallel, forward_backward, train, update_weights
 from utils import setup
 from utils.comm import Grid
@@ -69,23 +69,23 @@ def main(
         # The ranks of a tp-cp group hold the same samples, each its own tokens of them.
         shard, sharing, dp = shard_tokens(config, grid), share_frames(config, grid), grid.get_group("dp")
         data = WeatherData(config, device, grid.get_size("dp"), grid.get_rank("dp"), shard, dp, sharing)
-        model = ParallelViT(build_model(config, data.fields, device), config, grid, shard).to(device)
+        model = parallelize(build_model(config, data.fields, device), config, grid, shard, device).to(device)
         if config.enable_jit:
             compile_modules(model, config.compile_modules, config.compile_mode)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device, partial(GridScaler, group=grid.get_group("tp-cp")))
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
-    state = TrainingState(model, optimizer, scaler, sliced_dims(model), grid.get_group("tp"), config.ema_decay)
+    slices, generators = (sliced_dims(model), grid.get_group("tp")), {"drop_path": model.generator}
+    state = TrainingState(model, optimizer, scaler, config.ema_decay, model.stacked(), generators, slices)
     with Run(Job(config, world, device, data), build_model, f"{grid.get_size('tp-cp')}MP", observers) as run:
         run.begin(state, remarks)
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))
-        step = partial(forward_backward, parallel, scaler=scaler, config=config)
-        step = make_step(step, grid, shard, gradients)
+        step = make_step(partial(forward_backward, parallel, scaler=scaler, config=config), grid, shard, gradients)
         update = partial(update_weights, optimizer, scaler, config, total_norm=gradients.norm)
         step, update = transform(step, update, model, optimizer, config, run)
         train(step, update, parallel, data, config, run)
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    start(main, sys.argv[1:], partial(load_config, chapter=2))

@@ -20,6 +20,7 @@ from distributed.graphs import Captured, CudaGraph, check_capture
 from distributed.parallelize import ParallelViT
 from utils.comm import Grid
 from utils.config import Config
+from utils.config_reader import load_config
 from utils.launch import World, start
 from utils.run import Run
 
@@ -60,4 +61,4 @@ def main(world: World, argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    start(main, sys.argv[1:], partial(load_config, chapter=3))

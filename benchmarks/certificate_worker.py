@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters  # no public way; `judged` finds a fault where they no longer count
 
 import train
 import train_mp

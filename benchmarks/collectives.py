@@ -72,4 +72,4 @@ def main(world: World, argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    start(main, sys.argv[1:])
+    start(main, sys.argv[1:], partial(load_config, chapter=2))

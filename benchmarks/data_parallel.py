@@ -22,4 +22,4 @@ if __name__ == "__main__":
     if torch.cuda.device_count() < args.gpus:
         sys.exit(f"data_parallel.py: error: --gpus is {args.gpus}, and this process sees {torch.cuda.device_count()}")
     train.data_parallel = lambda model, config, group=None: nn.DataParallel(model, list(range(args.gpus)))
-    start(train.main, flags)
+    start(train.main, flags, train.load_config)

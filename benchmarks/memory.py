@@ -1,4 +1,7 @@
-"""The memory of tensors, counted exactly on any device: what operations make, and what is still alive."""
+"""The memory of tensors, counted exactly on any device: what operations make, and what is still alive.
+
+PyTorch has no public name for a mode that sees each operation; tests/test_costs.py compares the counts.
+"""
 
 import weakref
 

@@ -6,7 +6,7 @@
 PyTorch's fake tensors and its fake process group run the model, the loss, the backward pass and the optimiser of rank 0
 without memory, computation or other ranks. A tracker adds up the memory by part, a counter the collectives by group.
 Gradients go over dp-cp inside DistributedDataParallel, which fake tensors cannot enter: what it holds is held here as
-well, and its bytes are added by formula.
+well, and its bytes are added by formula. (PyTorch has no public names for these tools: tests/test_communication.py.)
 """
 
 import argparse
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients
-from distributed.parallelize import ParallelViT, check_parallel, is_sequence_parallel, shard_tokens
+from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens
 from networks.attention import check_attention
 from train import AMP_DTYPE, build_model, build_optimizer, forward_backward
 from train_mp import make_step
@@ -122,7 +122,8 @@ def step_of(config: Config, grid: Grid) -> dict:
     """Run two steps and return what `simulate` returns."""
     shard = shard_tokens(config, grid)
     fields = Fields.blank(config)
-    model = ParallelViT(build_model(replace(config, init_from=None), fields), config, grid, shard)
+    serial = build_model(replace(config, init_from=None), fields)
+    model = parallelize(serial, config, grid, shard, torch.device("cpu"))
     samples = config.local_batch_size * config.accumulation_steps
     batch = [torch.zeros(samples, len(names), *shard.shape) for names in (fields.in_names, fields.out_names)]
     optimizer = build_optimizer(model, config)

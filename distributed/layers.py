@@ -1,6 +1,7 @@
 """Layers with weights sharded over the tensor parallel axis, and attention over tokens sharded over the context axis.
 
-They take a layer of the serial model and keep this rank's slice of its weights, under the same names.
+A linear layer takes that of the serial model and keeps this rank's slice of its weights, under the same names; the
+others are layers of the serial model themselves, which distributed/parallelize.py gives these classes.
 
 Shapes:  B batch   n tokens of this rank's shard   D embed_dim   h heads of this rank   d head size
          N all tokens of an image   M tokens of this rank's context chunk, padding included (n, or tp n of them)
@@ -86,7 +87,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelAttention(Attention):
-    """Attention with this rank's heads (tp) for this rank's tokens (cp).
+    """Attention with this rank's heads (tp) for this rank's tokens (cp), of `num_tokens` in an image.
 
     Each rank has the queries of its own tokens and needs k and v of all. `gather` collects these over cp. `ulysses`
     swaps tokens for heads, so that each rank has all tokens of some heads, and back (Jacobs et al. 2023). Padding
@@ -96,22 +97,6 @@ class ParallelAttention(Attention):
     a reduce-scatter of 2 cp s in the backward. Ulysses: all-to-alls of 3 s and s in the forward, of s and 3 s in the
     backward.
     """
-
-    def __init__(
-        self,
-        serial: Attention,
-        grid: Grid,
-        num_tokens: int,
-        sequence_parallel: bool,
-        regather: bool = False,
-        cp_attention: str = "gather",
-    ):
-        nn.Module.__init__(self)
-        self.head_dim, self.kernel, self.attn_drop = serial.head_dim, serial.kernel, serial.attn_drop
-        self.qkv = ColumnParallelLinear(serial.qkv, grid, sequence_parallel, regather, parts=3)
-        self.proj = RowParallelLinear(serial.proj, grid, sequence_parallel)
-        self.proj_drop = serial.proj_drop
-        self.num_tokens, self.cp, self.ulysses = num_tokens, grid.get_group("cp"), cp_attention == "ulysses"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # B M h d
         N = self.num_tokens
@@ -131,11 +116,6 @@ class SharedDropPath(DropPath):
 
     `draws`, uniform random numbers [B, 1, 1], come from outside before each forward pass.
     """
-
-    def __init__(self, serial: DropPath):
-        nn.Module.__init__(self)
-        self.register_buffer("keep", serial.keep, persistent=False)
-        self.draws: Tensor | None = None
 
     def draw(self, x: Tensor) -> Tensor:
         return self.draws

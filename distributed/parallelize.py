@@ -1,11 +1,11 @@
-"""A ViT -> the same ViT over a grid of ranks, from outside: linear layers and attention are replaced, all else stays.
+"""A ViT -> the same ViT over a grid of ranks, in place: linear layers and attention are replaced, all else stays.
 
 The weights are drawn whole and then sliced, so every grid begins with the same model; parameters keep their names.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from distributed.layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear, SharedDropPath
 from networks.vit import DropPath, ViT
@@ -70,39 +70,38 @@ def share_frames(config: Config, grid: Grid) -> FrameSharing | None:
     return FrameSharing(shards, grid.get_rank("tp-cp"), grid.get_group("tp-cp"))
 
 
-class ParallelViT(ViT):
-    """The ViT on one rank: it maps this rank's shard of the tokens, [B, C, *shard.shape].
+def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, device: torch.device) -> "ParallelViT":
+    """Make the model parallel, in place, and return it: it holds this rank's part, and will draw on `device`.
 
-    Takes over the modules of `serial` and replaces those that are parallel. Residual stream, norms, embedding and head
-    work on this rank's tokens only.
+    Residual stream, norms, embedding and head stay as they are, and work on this rank's tokens only. A module that
+    computes otherwise gets another class, as PyTorch's `fully_shard` does it: all that it has it keeps.
     """
+    sp, regather = is_sequence_parallel(config, grid), config.sp_regather
+    for block in model.blocks:
+        attn, mlp = block.attn, block.mlp
+        attn.qkv = ColumnParallelLinear(attn.qkv, grid, sp, regather, parts=3)
+        attn.proj = RowParallelLinear(attn.proj, grid, sp)
+        mlp.fc1 = ColumnParallelLinear(mlp.fc1, grid, sp, regather)
+        mlp.fc2 = RowParallelLinear(mlp.fc2, grid, sp)
+        attn.__class__ = ParallelAttention
+        attn.num_tokens, attn.cp, attn.ulysses = shard.total, grid.get_group("cp"), config.cp_attention == "ulysses"
+    model.paths = [module for module in model.modules() if isinstance(module, DropPath)]
+    for path in model.paths:
+        path.__class__ = SharedDropPath
+    model.__class__ = ParallelViT
+    model.shard, model.dp, model.dp_rank = shard, grid.get_size("dp"), grid.get_rank("dp")
+    model.blocks_random = config.dropout > 0  # DropPath's numbers come from outside the blocks
+    model.generator = torch.Generator(device).manual_seed(config.seed)
+    model.register_forward_pre_hook(lambda model, args: model.draw_paths(args[0]))  # outside of what is compiled
+    return model
 
-    def __init__(self, serial: ViT, config: Config, grid: Grid, shard: TokenShard):
-        nn.Module.__init__(self)
-        self.patch_size, self.shard = serial.patch_size, shard
-        self.recompute_blocks, self.mlp_chunks = serial.recompute_blocks, serial.mlp_chunks
-        self.blocks_random = config.dropout > 0  # DropPath's numbers come from outside the blocks
-        for name, module in serial.named_children():
-            self.add_module(name, module)
-        self.pos_embed = serial.pos_embed
-        for name, buffer in serial.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=False)
-        if serial.residual is None:
-            self.residual = None
-        sp, regather = is_sequence_parallel(config, grid), config.sp_regather
-        for block in self.blocks:
-            block.attn = ParallelAttention(block.attn, grid, shard.total, sp, regather, config.cp_attention)
-            block.mlp.fc1 = ColumnParallelLinear(block.mlp.fc1, grid, sp, regather)
-            block.mlp.fc2 = RowParallelLinear(block.mlp.fc2, grid, sp)
-            for name in ("drop_path1", "drop_path2"):
-                if isinstance(getattr(block, name), DropPath):
-                    setattr(block, name, SharedDropPath(getattr(block, name)))
-        self.paths = [module for module in self.modules() if isinstance(module, SharedDropPath)]
-        # DropPath drops whole samples: in each pass a rank draws numbers for the samples of all dp ranks, and uses its
-        # own. (With accumulation, which samples pass together depends on dp, and so do the draws.)
-        self.seed, self.dp, self.dp_rank = config.seed, grid.get_size("dp"), grid.get_rank("dp")
-        self.generator: torch.Generator | None = None
-        self.register_forward_pre_hook(lambda _, args: self.draw_paths(args[0]))  # outside of what is compiled
+
+class ParallelViT(ViT):
+    """The ViT on one rank, as `parallelize` makes it: it maps this rank's shard of the tokens, [B, C, *shard.shape].
+
+    DropPath drops whole samples: in each pass a rank draws numbers for the samples of all dp ranks, and uses its own.
+    (With accumulation, which samples pass together depends on dp, and so do the draws.)
+    """
 
     def forward(self, x: Tensor) -> Tensor:  # B C P n*P
         own = slice(self.shard.first, self.shard.first + self.shard.count)
@@ -115,8 +114,6 @@ class ParallelViT(ViT):
         """Draw a number for each sample and DropPath, in the order in which the serial model draws them."""
         if not self.training:
             return
-        if self.generator is None:
-            self.generator = torch.Generator(x.device).manual_seed(self.seed)
         B = x.shape[0]
         for path in self.paths:
             draws = torch.rand(self.dp * B, 1, 1, generator=self.generator, device=x.device)

@@ -242,6 +242,11 @@ class ViT(nn.Module):
     def norm_head(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(tokens))
 
+    def stacked(self) -> dict[str, int]:
+        """Return the parameters that hold several matrices, one below the other (q, k and v), with their number."""
+        names = (name for name, module in self.named_modules() if isinstance(module, Attention))
+        return {f"{name}.qkv.{kind}": 3 for name in names for kind in ("weight", "bias")}
+
     def flops(self) -> int:
         """Floating point operations of one forward pass on one sample: its matrix products, two a multiply-add."""
         _, N, D = self.pos_embed.shape

@@ -107,7 +107,7 @@ def _run_rank(script: str, argv: list[str], env: dict[str, str], log: Path, faul
     for fault in faults:
         if fault not in watching:
             fault()
-    module.start(partial(module.main, observers=watching), argv)
+    module.start(partial(module.main, observers=watching), argv, partial(module.load_config, chapter=3))
 
 
 def in_dtype(dtype: torch.dtype) -> Callable[[], None]:

@@ -23,7 +23,7 @@ MUTATIONS = [
     ("utils/time_report", '        self.clock.enter("setup")\n', "", "observers -k short_runs"),
     ("utils/time_report", "            self.is_set_up = True\n", "", "observers -k short_runs"),
     ("utils/time_report", "times[part].index(max(times[part]))", "0", "timeline -k slowest_rank"),
-    ("utils/step_profile", 'part == "gradients" and not tensor._is_view()', "False", "costs -k memory_by_part"),
+    ("utils/step_profile", 'part == "gradients" and not in_buckets', "False", "costs -k memory_by_part"),
     (
         "utils/step_profile",
         "            live.pop(address).end",

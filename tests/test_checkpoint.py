@@ -286,6 +286,11 @@ def test_weights_leave_a_run_and_begin_another(tiny, script, name):
     config = load_config(argv)[0].with_batches(1)
     model = train.build_model(config, train.WeatherData(config).fields)
     model.load_state_dict(torch.load(out, weights_only=True))
+    info = folder / "checkpoints/00000006-validated/info.json"
+    told_before = {name: x for name, x in json.loads(info.read_text()).items() if name != "stacked"}
+    info.write_text(json.dumps(told_before))  # as older checkpoints are
+    assert checkpoint.read_weights(info.parent).keys() == model.state_dict().keys()
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in checkpoint.read_weights(info.parent).items())
     count = sum(p.numel() for p in model.parameters())
     assert told == f"{folder}/checkpoints/00000006-validated: wrote {count:,} weights after 6 iterations to {out}"
     # The new run begins where the other one ended: its validation, with a learning rate of 0, is that one's.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import train
 from benchmarks.simulate import GRIDS, join_fake, simulate
 from distributed.helpers import TensorParallelGradients
-from distributed.parallelize import ParallelViT, is_sequence_parallel, shard_tokens
+from distributed.parallelize import is_sequence_parallel, parallelize, shard_tokens
 from networks.vit import ViT
 from tests.helpers import ROOT, tiny_flags
 from train import data_parallel, forward_backward
@@ -95,7 +95,8 @@ def test_ddp_sends_each_gradient_once_a_step_over_dp_cp(tmp_path, cp, monkeypatc
         grid = Grid(4 * cp, 0, tp=2, cp=cp)
         grid.create_groups()
         shard = shard_tokens(config, grid)
-        model = ParallelViT(ViT((16, 32), 4, 3, 3, DIM, DEPTH, 4), config, grid, shard)
+        serial = ViT((16, 32), 4, 3, 3, DIM, DEPTH, 4)
+        model = parallelize(serial, config, grid, shard, torch.device("cpu"))
         parallel, sent = data_parallel(model, config, grid.get_group("dp-cp")), []
         assert (
             dist.get_process_group_ranks(parallel.process_group) == grid.get_ranks("dp-cp") and len(model.blocks) == 2

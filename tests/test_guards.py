@@ -5,23 +5,20 @@ import math
 import signal
 import subprocess
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import h5py
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.helpers import group_of_one, losses, norms, records, run_folder, run_here, tiny_flags
+from tests.helpers import losses, norms, records, run_folder, run_here, run_ranks, tiny_flags
 from tests.injections import At, Send
 from tests.interruptions import FLAGS, Grid, Ranks, in_dtype, undisturbed
 from utils import checkpoint, nonfinite
 from utils.config_reader import load_config
 from utils.nonfinite import NonfiniteGuard
 from utils.run import Run
-from utils.setup import limit_waits
 
 
 def spoil(folder, sample: int) -> None:
@@ -126,14 +123,13 @@ def test_a_rank_that_waits_too_long_says_where(tiny):
 
 def test_a_group_is_waited_for_as_long_as_a_collective():
     """NCCL's ranks exchange an address through the store of all ranks before their first collective."""
-    with group_of_one():
-        store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(minutes=1))
-        limit_waits(timedelta(milliseconds=200))
-        start = time.perf_counter()
-        with pytest.raises(dist.DistStoreError):
-            store.get("an address that nobody gives")
-        assert time.perf_counter() - start < 30
+    code = (
+        "import datetime, types, torch.distributed as dist; from utils.launch import start\n"
+        "wait = lambda world, argv: dist.distributed_c10d._get_default_store().get('an address that nobody gives')\n"
+        "start(wait, [], lambda argv: [types.SimpleNamespace(longest_wait=datetime.timedelta(seconds=8))])"
+    )
+    for done in run_ranks(2, ["-c", code], timeout=120):
+        assert done.returncode == 1 and "is gone" in done.stderr or "8000ms" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2, 2)])

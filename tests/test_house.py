@@ -49,6 +49,28 @@ def test_the_import_test_sees_every_form():
     assert imports(text) == {"utils", "distributed", "networks", ".", "os"}
 
 
+def test_imports_change_nothing():
+    """What a process shares - its environment, hooks, signals, log, torch's settings - is as it was."""
+    code = """
+import importlib, logging, os, signal, sys, threading, torch
+
+def shared():
+    signals = [signal.getsignal(number) for number in signal.valid_signals()]
+    numbers = torch.get_num_threads(), torch.initial_seed(), torch.get_float32_matmul_precision()
+    log = logging.root.level, list(logging.root.handlers)
+    return dict(os.environ), sys.excepthook, threading.excepthook, signals, log, torch.get_default_dtype(), numbers
+
+before = shared()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    assert shared() == before, name
+"""
+    files = [path.relative_to(ROOT) for room in MAY_IMPORT for path in sorted((ROOT / room).glob("*.py"))]
+    names = [".".join(file.with_suffix("").parts) for file in files if file.stem != "__init__"]
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "utils.launch" in names, done.stderr
+
+
 def test_the_code_is_valid_on_python_310():
     paths = [p for pattern in ("*.py", "*/*.py", "*/*/*.py") for p in ROOT.glob(pattern) if ".venv" not in p.parts]
     assert ROOT / "train.py" in paths

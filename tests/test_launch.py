@@ -107,6 +107,17 @@ def test_a_rank_that_finds_nobody_says_where(rank):
     assert last.endswith("and a free port as MASTER_PORT")
 
 
+def test_ranks_wait_for_a_late_one_longer_than_for_a_collective():
+    """Until all have joined `comm_timeout` does not count."""
+    code = (
+        "import datetime, os, time, types, torch, torch.distributed as dist; from utils.launch import start\n"
+        "time.sleep(9 * (os.environ['RANK'] == '2'))\n"
+        "start(lambda world, argv: dist.barrier(), [], lambda argv: [types.SimpleNamespace("
+        "longest_wait=datetime.timedelta(seconds=5))])"
+    )
+    assert [(done.returncode, done.stderr) for done in run_ranks(3, ["-c", code])] == [(0, "")] * 3
+
+
 @pytest.mark.slow
 def test_torchrun_trains_and_an_error_is_printed_once(tiny):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py"]

@@ -10,9 +10,20 @@ import torch
 
 import train_mp
 from benchmarks.certificate_cases import FULL_IMAGE, MODES
-from distributed.parallelize import check_parallel
+from distributed.parallelize import check_parallel, parallelize, shard_tokens
+from networks.vit import MLP, Attention, Block, DropPath, ViT
 from tests import evaluating_mutations, loading_mutations, measuring_mutations, resuming_mutations
-from tests.helpers import ROOT, clean_environment, records, run_folder, run_here, run_ranks, tiny_flags, write_data
+from tests.helpers import (
+    ROOT,
+    clean_environment,
+    group_of_one,
+    records,
+    run_folder,
+    run_here,
+    run_ranks,
+    tiny_flags,
+    write_data,
+)
 from tests.mutations import MUTATIONS
 from utils.comm import Grid, rank_groups
 from utils.config_reader import load_config
@@ -92,6 +103,23 @@ def test_a_shard_is_in_the_order_of_the_tokens():
     part = TokenShard((4, 6), 2, 4, 1)  # 6 tokens, 2 a shard: the third of the first row, the first of the second
     image = torch.arange(24).view(4, 6)
     assert part.cut(image[part.rows.start : part.rows.stop]).tolist() == [[4, 5, 12, 13], [10, 11, 18, 19]]
+
+
+def test_a_parallel_model_keeps_what_the_serial_one_has(tiny):
+    """It is made in place, so what a model is given one day is not forgotten here."""
+    serial = ViT((16, 32), 4, 3, 3, 32, 3, 4, dropout=0.1, drop_path=0.2, residual=[0, 1, 2], mlp_chunks=2)
+    modules = [m for m in serial.modules() if isinstance(m, (ViT, Block, Attention, MLP, DropPath))]
+    assert len(modules) == 1 + 3 * 3 + 2 * 2
+    for i, module in enumerate(modules):
+        module.given = i
+    names, held = list(serial.state_dict()), [set(vars(module)) for module in modules]
+    with group_of_one():
+        config, grid = load_config(tiny_flags(tiny), chapter=2)[0], Grid(1, 0)
+        grid.create_groups()
+        model = parallelize(serial, config, grid, shard_tokens(config, grid), torch.device("cpu"))
+    kept = [module for module in model.modules() if hasattr(module, "given")]
+    assert [module.given for module in kept] == list(range(len(modules))) and list(model.state_dict()) == names
+    assert all(before <= set(vars(module)) for before, module in zip(held, kept))
 
 
 def test_mappings_on_two_ranks():

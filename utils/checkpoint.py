@@ -27,7 +27,6 @@ from utils.files import complete, part_of, whole, write_text
 
 FORMAT = 1
 INFO = "info.json"
-QKV = ".qkv."  # three matrices stacked: each is sliced by itself, so in a checkpoint they lie apart, [3, D, ...]
 
 FAILURES = (Exception, dcp.CheckpointException)  # the second is none of the first
 
@@ -148,7 +147,9 @@ def read_weights(folder: Path, kind: str = "model") -> dict[str, Tensor]:
     Raises Unreadable.
     """
     weights = {name.removeprefix(f"{kind}."): x for name, x in read(folder, f"{kind}.").items()}
-    return {name: x.flatten(0, 1) if QKV in name else x for name, x in weights.items()}
+    # Matrices that the model has one below the other lie apart. Checkpoints that do not say which have only these.
+    stacked = read_info(folder).get("stacked", [name for name in weights if ".qkv." in name])
+    return {name: x.flatten(0, 1) if name in stacked else x for name, x in weights.items()}
 
 
 def name(iteration: int, is_validated: bool) -> str:

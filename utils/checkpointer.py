@@ -93,7 +93,8 @@ class Checkpointer:
     def _write(self, path: Path, info: dict[str, Any], stall: float) -> None:
         start = time.perf_counter()
         try:
-            checkpoint.save(path, self.state.shards, info, self.group, self.sync)
+            told = {**info, "stacked": list(self.state.stacked)}
+            checkpoint.save(path, self.state.shards, told, self.group, self.sync)
         except Exception as error:  # of the disk, or of the group
             self.error = str(error) or repr(error)
             self._tell(self.error)

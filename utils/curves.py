@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.tensorboard import SummaryWriter
 
 from utils.config import Config
-from utils.tensorboard import SummaryWriter
 from utils.tracker import MlflowBoard
 
 # What of a line of metrics.jsonl is a curve. Where a key has several values, each is one, by its name.

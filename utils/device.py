@@ -22,7 +22,8 @@ def pick_device(name: str, local_rank: int, expandable_segments: bool = True) ->
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     if allocator_settings(expandable_segments, device) == EXPANDABLE:
-        # PyTorch reads its variable when CUDA starts, before we know the GPU; it has no public function for later.
+        # PyTorch reads its variable when CUDA starts, before we know the GPU, and has no public function for later.
+        # tests/test_gpu.py, test_memory_grows_in_expandable_segments, fails where this one is gone.
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (change or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
     return device

@@ -7,12 +7,14 @@ import contextlib
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -134,17 +136,20 @@ def all_ranks_agree() -> Iterator[None]:
     share_error(error)
 
 
-def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
+def start(main: Callable[[World, list[str]], None], argv: list[str], load: Callable | None = None) -> None:
     """Join the other ranks, run `main(world, argv)`, and leave together.
+
+    `load(argv)` returns the configuration, and what else: its `comm_timeout` is how long ranks wait for one another.
 
     The exit code is 0 at the end, 75 for a run that saved its state and can go on, 74 where the last checkpoint or a
     result could not be written, and 2 for what a user can mend, told in one line. What nobody foresaw ends this rank
     with 1, and by that the others.
     """
     world, watch = World(), None
+    threading.excepthook = partial(_told_by_the_next_call, others=threading.excepthook)
     try:
         world = find_world(os.environ)
-        join(world)
+        join(world, _longest_wait(load, argv))
         watch = Watch()
         main(world, argv)
         code = 0
@@ -171,6 +176,20 @@ def start(main: Callable[[World, list[str]], None], argv: list[str]) -> None:
         sys.exit(code)
 
 
+def _told_by_the_next_call(args: threading.ExceptHookArgs, others: Callable) -> None:
+    """TensorBoard's thread prints no traceback where the disk is full: the next call of its writer raises OSError."""
+    if not (type(args.thread).__module__.startswith("tensorboard") and issubclass(args.exc_type, OSError)):
+        others(args)
+
+
+def _longest_wait(load: Callable | None, argv: list[str]) -> timedelta:
+    """Return how long ranks wait for one another. What is wrong with the configuration `main` finds, with all ranks."""
+    with contextlib.suppress(Exception):
+        config, *_ = load(argv)
+        return config.longest_wait
+    return JOINING
+
+
 def _end_all(world: World, error: Exception) -> None:
     """End this process with what happened: the other ranks wait for it, and learn of its end at once."""
     stack = traceback.extract_tb(error.__traceback__)
@@ -180,9 +199,10 @@ def _end_all(world: World, error: Exception) -> None:
     end_now(f"rank {world.rank}: {type(error).__name__} ({place(stack)})")
 
 
-def join(world: World) -> None:
+def join(world: World, wait: timedelta = JOINING) -> None:
     """Create the group of all ranks: NCCL (RCCL) moves GPU tensors, gloo CPU tensors.
 
+    When all are here, they wait for one another as long as `wait`: in collectives, and where they set up other groups.
     A process that does not find the others ends here: they cannot be told.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -195,7 +215,12 @@ def join(world: World) -> None:
     os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
     try:
-        dist.init_process_group(backend, init_method="env://", timeout=JOINING)
+        store, *_ = next(dist.rendezvous("env://", timeout=JOINING))
+        if store.add("here", 1) == world.size:
+            store.set("all are here", "")
+        store.wait(["all are here"], JOINING)
+        store.set_timeout(wait)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=wait)
     except dist.DistError as error:
         end_now(
             f"rank {world.rank} of {world.size} could not join the others at {world.address}, port {world.port} "

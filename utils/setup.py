@@ -1,10 +1,8 @@
 """What a chapter needs before it can train, and does not teach."""
 
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,11 +14,7 @@ from utils.tracker import check_tracker
 
 
 def prepare(config: Config, local_rank: int) -> torch.device:
-    """Return this rank's device, set up; from here on the ranks wait for one another as long as `comm_timeout` says.
-
-    Raises ValueError for what the device cannot do.
-    """
-    limit_waits(config.longest_wait)
+    """Return this rank's device, set up. Raises ValueError for what it cannot do."""
     device = pick_device(config.device, local_rank, config.expandable_segments)
     check_compiler(config, device)
     check_tracker(config.tracker)
@@ -30,16 +24,6 @@ def prepare(config: Config, local_rank: int) -> torch.device:
     return device
 
 
-def limit_waits(timeout: timedelta) -> None:
-    """Let collectives of the group of all ranks fail after this time, and the setup of other groups.
-
-    That group is there before the configuration is read, and PyTorch has no public function to change it later.
-    """
-    if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(timeout)
-        dist.distributed_c10d._get_default_store().set_timeout(timeout)
-
-
 def settle_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
     """Let DDP arrange its buckets before the first step, and return it.
 
@@ -47,8 +31,11 @@ def settle_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
     Where in a bucket a gradient lies decides in which order three or more ranks add it up, so a process that goes on
     with a run would begin with other last digits than the process before had. Here the first backward pass is one of
     the parameters alone, the last ones first, in every process.
+
+    What a forward pass does before it is no public function. A whole one would count among those in which DDP looks at
+    its own timing (distributed/graphs.py). The tests of a run that goes on with 4 ranks see it (test_interruptions.py).
     """
-    model.reducer.prepare_for_backward([])  # what a forward pass does
+    model.reducer.prepare_for_backward([])
     torch.stack([p.sum() for p in model.parameters()]).sum().backward()
     model.zero_grad(set_to_none=True)
     return model

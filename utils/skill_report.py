@@ -12,13 +12,13 @@ from pathlib import Path
 
 import matplotlib.image
 import numpy as np
+from torch.utils.tensorboard import SummaryWriter
 
 from utils.files import to_json, write_text
 from utils.plots import label
 from utils.skill import INTERVAL, RESAMPLES, WEIGHTINGS
 from utils.skill_plots import draw_all
 from utils.skill_results import Results
-from utils.tensorboard import SummaryWriter
 
 FEW_BLOCKS = 10  # below this intervals are said to be rough
 

@@ -109,12 +109,14 @@ def storages(parts: dict[str, Iterable[Tensor]], device: torch.device) -> Storag
     """Return part and bytes of each storage. One that several parts share belongs to the first of them.
 
     On a GPU `other` is the rest: workspaces of libraries, batches, what a recorded step holds. On a CPU the last step's
-    gradients are left out, unless they lie in DDP's buckets: they go when a step begins, and PyTorch does not tell.
+    gradients are left out, unless they lie in DDP's buckets: they go when a step begins, and PyTorch does not tell. (A
+    bucket holds several gradients: not each, where weights are large, but always one of biases and norms.)
     """
     found: Storages = {}
+    in_buckets = any(x.untyped_storage().nbytes() > x.nbytes for x in parts.get("gradients", ()))
     for part, tensors in parts.items():
         for tensor in tensors:
-            if device.type == "cpu" and part == "gradients" and not tensor._is_view():
+            if device.type == "cpu" and part == "gradients" and not in_buckets:
                 continue
             storage = tensor.untyped_storage()
             found.setdefault(storage.data_ptr(), (part, storage.nbytes()))

@@ -3,10 +3,12 @@
     model.NAME                     a parameter
     ema.NAME                       its moving average, with --ema_decay
     optimizer.NAME.exp_avg ...     what Adam keeps for it
-    random.cpu.RANK  random.cuda.RANK  random.drop_path      generators; not moved to another grid, but for the last
+    random.cpu.RANK  random.cuda.RANK      generators of a rank, not moved to another grid
+    random.NAME                    a generator that draws the same on all ranks
 
-A rank of a tensor parallel group holds a slice of some of them. It is handed to torch.distributed.checkpoint as part
-of a DTensor, which knows where in the whole tensor the slice lies.
+A parameter that holds several matrices, one below the other, is stored with these apart, [3, D, ...]: each is sliced by
+itself. A rank of a tensor parallel group holds a slice of some tensors. It is handed to torch.distributed.checkpoint as
+part of a DTensor, which knows where in the whole tensor the slice lies.
 """
 
 from collections.abc import Mapping
@@ -28,9 +30,10 @@ class TrainingState:
 
     Args:
         model: the model on this rank, before DDP wraps it.
-        sliced: parameters that are cut over the tensor parallel ranks, with the dim.
-        group: these ranks.
         ema_decay: of the moving average of the weights; None for none.
+        stacked: names of the parameters that hold several matrices, one below the other, with their number.
+        generators: those that draw the same on all ranks, by name.
+        slices: the parameters that are cut over the tensor parallel ranks, with the dim, and the group of these ranks.
     """
 
     def __init__(
@@ -38,14 +41,16 @@ class TrainingState:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
-        sliced: Mapping[nn.Parameter, int] | None = None,
-        group: dist.ProcessGroup | None = None,
         ema_decay: float | None = None,
+        stacked: Mapping[str, int] | None = None,
+        generators: Mapping[str, torch.Generator] | None = None,
+        slices: tuple[Mapping[nn.Parameter, int], dist.ProcessGroup | None] = ({}, None),
     ):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.group = group
         self.average = None if ema_decay is None else MovingAverage(model, ema_decay)
-        self.sliced = {name: sliced[p] for name, p in model.named_parameters() if p in sliced} if sliced else {}
+        self.stacked, self.shared_generators = stacked or {}, generators or {}
+        sliced, self.group = slices
+        self.sliced = {name: sliced[p] for name, p in model.named_parameters() if p in sliced}
         self.mesh: DeviceMesh | None = None
         self.host: dict[str, Tensor] = {}  # copies in the host's memory, allocated once
 
@@ -60,11 +65,15 @@ class TrainingState:
         for name, p in self.model.named_parameters():
             for key, value in self.optimizer.state[p].items():
                 found[f"optimizer.{name}.{key}"] = value
-        return {name: x.unflatten(0, (3, -1)) if checkpoint.QKV in name and x.ndim else x for name, x in found.items()}
+        for name, x in found.items():
+            if x.ndim and (parts := self.stacked.get(_parameter(name))):
+                found[name] = x.unflatten(0, (parts, -1))
+        return found
 
     def copy_to_host(self) -> None:
         """Copy everything to the host. On a GPU the copy is launched, and not waited for: see `wait_for_copy`."""
-        for name, x in {**self.tensors(), **self.generators()}.items():
+        random = {name: generator.get_state() for name, generator in self.generators().items()}
+        for name, x in {**self.tensors(), **random}.items():
             if name not in self.host:
                 self.host[name] = host_memory(x, pin=x.is_cuda)
             self.host[name].copy_(x, non_blocking=True)
@@ -76,16 +85,13 @@ class TrainingState:
             torch.cuda.set_device(self.copied.device)  # of this thread: the first GPU belongs to another rank
             self.copied.synchronize()
 
-    def generators(self) -> dict[str, Tensor]:
-        """Return the state of the random number generators."""
-        rank = dist.get_rank()
-        states = {f"random.cpu.{rank}": torch.get_rng_state()}
+    def generators(self) -> dict[str, torch.Generator]:
+        """Return the random number generators, by the names that their states have in a checkpoint."""
+        found = {f"random.{name}": generator for name, generator in self.shared_generators.items()}
+        found[f"random.cpu.{dist.get_rank()}"] = torch.default_generator
         if torch.cuda.is_initialized():
-            states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
-        paths = getattr(self.model, "generator", None)
-        if paths is not None:
-            states["random.drop_path"] = paths.get_state()
-        return states
+            found[f"random.cuda.{dist.get_rank()}"] = torch.cuda.default_generators[torch.cuda.current_device()]
+        return found
 
     def shards(self) -> dict[str, Tensor]:
         """Return the host's copies as torch.distributed.checkpoint takes them: slices as parts of DTensors."""
@@ -93,13 +99,12 @@ class TrainingState:
         return {name: self._as_shard(name, x) for name, x in self.host.items()}
 
     def _as_shard(self, name: str, x: Tensor) -> Tensor:
-        kind, _, rest = name.partition(".")
-        parameter = rest.rpartition(".")[0] if kind == "optimizer" else rest
+        parameter = _parameter(name)
         if parameter not in self.sliced or not x.ndim or dist.get_world_size(self.group) == 1:
             return x
         if self.mesh is None:
             self.mesh = DeviceMesh.from_group(self.group, "cpu")
-        dim = self.sliced[parameter] + (checkpoint.QKV in name)
+        dim = self.sliced[parameter] + (parameter in self.stacked)
         return DTensor.from_local(x, self.mesh, [Shard(dim)], run_check=False)
 
     def load(self, folder: Path, same_ranks: bool) -> None:
@@ -110,25 +115,16 @@ class TrainingState:
                 begins new ones.
         """
         self.copy_to_host()
-        there = self._metadata(folder)
-        rank = dist.get_rank()
-        own = {f"random.cpu.{rank}", f"random.cuda.{rank}"} & there.keys() if same_ranks else set()
-        generator = torch.Generator(next(self.model.parameters()).device)
-        has_paths = "random.drop_path" in there and hasattr(self.model, "generator")
-        if has_paths and there["random.drop_path"].size == generator.get_state().shape:  # of the same kind of device
-            self.host["random.drop_path"] = generator.get_state()
-            own.add("random.drop_path")
+        there, generators = self._metadata(folder), self.generators()
+        own = {f"random.{name}" for name in self.shared_generators} | (generators.keys() if same_ranks else set())
+        # Of another kind of device a state has another size.
+        own = {name for name in own if name in there and there[name].size == self.host[name].shape}
         shards = self.shards()
         checkpoint.load(folder, {n: x for n, x in shards.items() if n in own or not n.startswith("random.")})
         for name, x in self.tensors().items():
             x.copy_(self.host[name])
-        if f"random.cpu.{rank}" in own:
-            torch.set_rng_state(self.host[f"random.cpu.{rank}"])
-        if f"random.cuda.{rank}" in own & self.host.keys():
-            torch.cuda.set_rng_state(self.host[f"random.cuda.{rank}"])
-        if "random.drop_path" in own:
-            self.model.generator = generator
-            generator.set_state(self.host["random.drop_path"])
+        for name in own:
+            generators[name].set_state(self.host[name])
 
     def _metadata(self, folder: Path) -> dict[str, Any]:
         """Return what a checkpoint holds. Raises Unreadable, on all ranks."""
@@ -140,6 +136,12 @@ class TrainingState:
         if error := first_message(error):
             raise checkpoint.Unreadable(error)
         return there
+
+
+def _parameter(name: str) -> str:
+    """Return the name of the parameter that a tensor of a checkpoint belongs to."""
+    kind, _, rest = name.partition(".")
+    return rest.rpartition(".")[0] if kind == "optimizer" else rest
 
 
 def host_memory(x: Tensor, pin: bool) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from utils.archive_file import open_archive
 from utils.errors import ReadError
-from utils.weather_fields import WeatherFields
+from utils.fields import Fields
 
 
 class Climatology:
@@ -26,16 +26,17 @@ class Climatology:
     Args:
         fields: the channels and the grid.
         path: a climatology for days of the year; None for the mean over time.
+        days: are kept in memory.
 
     Raises ValueError, in one line, for a file that cannot be read, that lacks a channel or a day, or has another grid.
     """
 
-    def __init__(self, fields: WeatherFields, path: str | None):
-        self.fields, self.path = fields, path
+    def __init__(self, fields: Fields, path: str | None, device: torch.device, days: int):
+        self.fields, self.path, self.device = fields, path, device
         self.name = "time_means" if path is None else Path(path).name
-        self.time_means = torch.from_numpy(fields.time_means.astype(np.float64)).to(fields.device)
+        self.time_means = torch.from_numpy(fields.time_means.astype(np.float64)).to(device)
         # Forecasts of one batch ask for the same days, one step after the other. On the host, which has more room.
-        self._read = lru_cache(maxsize=fields.config.local_batch_size + 1)(self._read_day)
+        self._read = lru_cache(maxsize=days)(self._read_day)
         if path is not None:
             self._open(path)
 
@@ -84,7 +85,7 @@ class Climatology:
             away = [(h - date.hour + 12) % 24 - 12 for h in self.dataset.hour.values.tolist()]
             date += timedelta(hours=min(away, key=abs))
             hour = date.hour
-        return self._read(date.timetuple().tm_yday, hour).to(self.fields.device)
+        return self._read(date.timetuple().tm_yday, hour).to(self.device)
 
     def _read_day(self, day: int, hour: int | None) -> Tensor:
         where = {"dayofyear": day} | ({} if hour is None else {"hour": hour})

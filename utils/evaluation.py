@@ -125,15 +125,16 @@ class EvaluationRun:
     def _describe(self, left: int, remarks: list[str]) -> None:
         data, settings = self.data, self.settings
         there = len(data) - left
-        for remark in (*remarks, data.warning):
+        for remark in (*remarks, data.fields.warning):
             if remark:
                 logging.info(remark)
         after = f", after {self.info['iteration']} iterations" if self.info else ""
         logging.info("Model: %s%s", settings.checkpoint, after)
-        logging.info("%s, %g h in %d step(s) of %s", data.period, data.lead_hours[-1], data.steps, data.hours)
+        logging.info("%s, %g h in %d step(s) of %s", data.period, data.lead_hours[-1], data.steps, data.fields.hours)
         logging.info("Results: %s%s", self.folder, f" ({there} forecasts are there already)" if there else "")
         if settings.forecasts != "none":
-            size = 4 * left * len(self.models) * data.steps * len(data.out_names) * math.prod(data.img_size)
+            points = len(data.fields.out_names) * math.prod(self.config.img_size)
+            size = 4 * left * len(self.models) * data.steps * points
             logging.info(
                 "Forecasts to write: %d, up to %.3g GB; free: %.3g GB",
                 *(left, size / 1e9, shutil.disk_usage(self.folder).free / 1e9),

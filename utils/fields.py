@@ -143,6 +143,11 @@ class Fields:
             "statistics": [self.means[used].tolist(), self.stds[used].tolist(), self.residual_scale],
         }
 
+    def label(self, channel: int) -> str:
+        """Return the name of a forecast channel with its units."""
+        name, units = self.out_names[channel], self.units[channel]
+        return f"{name} [{units}]" if units else name
+
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
         c = self.outputs[channel]

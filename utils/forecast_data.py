@@ -15,15 +15,16 @@ from utils.climatology import Climatology
 from utils.config import Config
 from utils.era5 import Files
 from utils.errors import ReadError
+from utils.fields import Fields
 from utils.forecast_settings import Evaluation
 from utils.frame_reader import FrameReader, OpenFiles
-from utils.weather_fields import WeatherFields
+from utils.normalisation import normalisers
 
 SHOWN_HOURS = (24, 72)
 LARGEST_MAP = 720  # columns
 
 
-class ForecastData(WeatherFields):
+class ForecastData:
     """The files of `inf_data_path`, as forecasts of a model and the truth beside them.
 
     Args:
@@ -37,27 +38,29 @@ class ForecastData(WeatherFields):
         if config.inf_data_path is None:
             raise ValueError("inf_data_path is None: give the folder of the files to forecast from (--inf_data_path)")
         files = self.files = Files.open(config.inf_data_path, "check --data_dir or --inf_data_path")
-        super().__init__(config, files, device)
+        fields = Fields.open(config, files)
+        self.config, self.device, self.fields = config, device, fields
+        self.normalise, _ = normalisers(fields, device, config.enable_jit)
         self._compare((info or {}).get("data", {}))
-        self.steps = round(settings.lead_hours / self.step_hours)
-        if self.steps < 1 or not math.isclose(self.steps * self.step_hours, settings.lead_hours, rel_tol=1e-4):
+        self.steps = round(settings.lead_hours / fields.step_hours)
+        if self.steps < 1 or not math.isclose(self.steps * fields.step_hours, settings.lead_hours, rel_tol=1e-4):
             raise ValueError(
-                f"lead_hours is {settings.lead_hours:g}, and the model's step is {self.hours}: take a multiple of it"
+                f"lead_hours is {settings.lead_hours:g}, and the model's step is {fields.hours}: take a multiple of it"
             )
-        if self.has_time and any(times is None for times in files.times):
+        if fields.has_time and any(times is None for times in files.times):
             raise ValueError(
                 f"some files in {config.inf_data_path} store time, and some do not: give files of one kind"
             )
-        self.lead_hours = [self.step_hours * (k + 1) for k in range(self.steps)]
-        if self.steps > 1 and set(self.in_names) != set(self.out_names):
+        self.lead_hours = [fields.step_hours * (k + 1) for k in range(self.steps)]
+        if self.steps > 1 and set(fields.in_names) != set(fields.out_names):
             raise ValueError(
-                f"the model reads {len(self.in_names)} channels and forecasts {len(self.out_names)}, not the same "
-                f"ones: its forecast is no input for a next step; take one step, --lead_hours {self.step_hours:g}"
+                f"the model reads {len(fields.in_names)} channels and forecasts {len(fields.out_names)}, not the same "
+                f"ones: its forecast is no input for a next step; take one step, --lead_hours {fields.step_hours:g}"
             )
         # The next input's channels among those of a forecast.
-        places = [self.out_names.index(name) for name in self.in_names] if self.steps > 1 else []
+        places = [fields.out_names.index(name) for name in fields.in_names] if self.steps > 1 else []
         self.feedback = torch.tensor(places, dtype=torch.int64, device=device)
-        self.map_stride = -(-self.img_size[1] // LARGEST_MAP)  # of the rows and columns that maps show
+        self.map_stride = -(-config.img_size[1] // LARGEST_MAP)  # of the rows and columns that maps show
         # What is shown in pictures and as spectra: the first step, the last one, and some between.
         shown = (k for k, hours in enumerate(self.lead_hours) if hours in SHOWN_HOURS)
         self.shown_steps = sorted({0, self.steps - 1, *shown})
@@ -68,11 +71,11 @@ class ForecastData(WeatherFields):
                 f"{', '.join(map(str, files.steps[:5]))} steps), and {settings.lead_hours:g} h take as many: "
                 f"lower --lead_hours, or give longer files"
             )
-        opened, (rows, columns) = OpenFiles(files), self.img_size
-        self.readers = [FrameReader(files, c, range(rows), columns, opened) for c in (self.inputs, self.outputs)]
+        opened, (rows, columns) = OpenFiles(files), config.img_size
+        self.readers = [FrameReader(files, c, range(rows), columns, opened) for c in (fields.inputs, fields.outputs)]
         self.ahead = ThreadPoolExecutor(1, "reading")
-        self.climate = Climatology(self, settings.climatology)
-        stats = (x[self.outputs].astype(np.float64) for x in (self.means, self.stds))
+        self.climate = Climatology(fields, settings.climatology, device, config.local_batch_size + 1)
+        stats = (x[fields.outputs].astype(np.float64) for x in (fields.means, fields.stds))
         self.out_mean, self.out_std = (torch.from_numpy(x).to(device).view(-1, 1, 1) for x in stats)
 
     def __len__(self) -> int:
@@ -86,7 +89,7 @@ class ForecastData(WeatherFields):
 
     def _compare(self, trained: dict) -> None:
         """Raise ValueError where the training files held something else than these."""
-        here = self.description
+        here = self.fields.description
         for what, there in trained.items():
             if here[what] == there or None in (here[what], there):
                 continue
@@ -112,7 +115,7 @@ class ForecastData(WeatherFields):
     def seconds(self, forecast: int, k: int = 0) -> int | None:
         """Return the same in seconds since 1970-01-01; None where the files store no time."""
         file, t = self.stretches[forecast, k]
-        return int(self.files.times[file][t]) if self.has_time else None
+        return int(self.files.times[file][t]) if self.fields.has_time else None
 
     def read(self, forecasts: list[int]) -> Iterator[Tensor]:
         """Yield the initial states [B, C_in, H, W], then the truth at each lead time [B, C_out, H, W], as stored.
@@ -136,7 +139,7 @@ class ForecastData(WeatherFields):
         frame = self.readers[is_truth].read_frame(file, t)
         if not np.isfinite(frame).all():
             c, y, x = np.argwhere(~np.isfinite(frame))[0]
-            name = (self.out_names if is_truth else self.in_names)[c]
+            name = (self.fields.out_names if is_truth else self.fields.in_names)[c]
             raise ReadError(
                 f"{self.files.paths[file]}: frame {t}, channel {name!r}, row {y}, column {x} is {frame[c, y, x]}: "
                 f"mend the file, or leave it out"
@@ -145,12 +148,12 @@ class ForecastData(WeatherFields):
 
     def normalised(self, raw: Tensor) -> Tensor:
         """Return initial states as the model reads them, [B, C_in, H, W]; in place."""
-        return self.normalise[0](raw)
+        return self.normalise(raw)
 
     def persistence(self, raw: Tensor) -> Tensor:
         """Return initial states as a forecast, [B, C_out, H, W]: nothing changes. NaN for what is no input."""
-        fields = raw[:, self.origins]
-        fields[:, [c for c, origin in enumerate(self.origins) if origin < 0]] = torch.nan
+        fields = raw[:, self.fields.origins]
+        fields[:, [c for c, origin in enumerate(self.fields.origins) if origin < 0]] = torch.nan
         return fields
 
     def in_units(self, forecast: Tensor) -> Tensor:

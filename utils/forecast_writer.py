@@ -35,7 +35,7 @@ class ForecastWriter:
 
     def __init__(self, folder: Path, data: ForecastData, checkpoint: str):
         self.folder, self.data, self.checkpoint = folder, data, checkpoint
-        self.rows = np.argsort(data.latitude)
+        self.rows = np.argsort(data.fields.latitude)
 
     def prepare(self, models: list[str]) -> None:
         """Write what all forecasts have in common, on one rank."""
@@ -43,7 +43,7 @@ class ForecastWriter:
     def add(self, n: int, k: int, forecasts: dict[str, Tensor]) -> None:
         """Write step k of forecast n, of each model [C, H, W]."""
         for model, fields in forecasts.items():
-            for name, field in zip(self.data.out_names, fields.cpu().numpy()):
+            for name, field in zip(self.data.fields.out_names, fields.cpu().numpy()):
                 self.write(n, k, model, name, field[self.rows])
 
     def write(self, n: int, k: int, model: str, name: str, field: np.ndarray) -> None:
@@ -59,14 +59,15 @@ class ForecastWriter:
 
         data = self.data
         times = np.array([data.seconds(n) for n in numbers], "datetime64[s]")
+        latitude, longitude = (x.astype(np.float64) for x in (data.fields.latitude[self.rows], data.fields.longitude))
         leads = np.round(np.array(data.lead_hours) * 3600).astype("timedelta64[s]")
         return xarray.Dataset(
             attrs={"checkpoint": self.checkpoint, "initial_states": data.config.inf_data_path},
             coords={
                 "time": ("time", times.astype("datetime64[ns]"), {"long_name": "time that the forecast starts from"}),
                 "prediction_timedelta": (DIMS[1], leads.astype("timedelta64[ns]"), {"long_name": "lead time"}),
-                "latitude": ("latitude", data.latitude[self.rows].astype(np.float64), {"units": "degrees_north"}),
-                "longitude": ("longitude", data.longitude.astype(np.float64), {"units": "degrees_east"}),
+                "latitude": ("latitude", latitude, {"units": "degrees_north"}),
+                "longitude": ("longitude", longitude, {"units": "degrees_east"}),
             },
         )
 
@@ -100,7 +101,7 @@ class NetcdfWriter(ForecastWriter):
         part.parent.mkdir(parents=True, exist_ok=True)
         self.axes([n]).to_netcdf(part, encoding=ENCODING, engine="netcdf4")
         file = netCDF4.Dataset(part, "a")
-        for name, units in zip(self.data.out_names, self.data.units):
+        for name, units in zip(self.data.fields.out_names, self.data.fields.units):
             file.createVariable(name, "f4", DIMS, fill_value=np.float32(np.nan)).units = units
         return file
 
@@ -130,7 +131,7 @@ class ZarrWriter(ForecastWriter):
         for model in models:
             axes.to_zarr(self._path(model), mode="w", encoding=ENCODING, consolidated=False, zarr_format=2)
             group = zarr.open_group(self._path(model), mode="r+")
-            for name, units in zip(self.data.out_names, self.data.units):
+            for name, units in zip(self.data.fields.out_names, self.data.fields.units):
                 group.create_array(
                     name, shape=shape, chunks=(1, 1, *shape[2:]), dtype="float32", fill_value=np.nan,
                     attributes={"units": units, "_ARRAY_DIMENSIONS": list(DIMS)},  # xarray's names of the axes
@@ -162,6 +163,6 @@ def open_writer(kind: str, folder: Path, data: ForecastData, checkpoint: str) ->
         raise ValueError(
             f"forecasts {kind} needs {error.name}, which is not installed: `pip install -r requirements-prepare.txt`"
         ) from None
-    if not data.has_time:
+    if not data.fields.has_time:
         raise ValueError(f"forecasts {kind} needs dates, and {data.config.inf_data_path} stores no time: leave it out")
     return (NetcdfWriter if kind == "netcdf" else ZarrWriter)(folder, data, checkpoint)

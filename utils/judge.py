@@ -25,7 +25,7 @@ class Judge:
 
     def __init__(self, data: ForecastData, store: ForecastStore, writer: ForecastWriter | None):
         self.data, self.store, self.writer = data, store, writer
-        self.weights = row_weights(data.latitude).to(data.device)
+        self.weights = row_weights(data.fields.latitude).to(data.device)
 
     def keep(self, numbers: list[int], steps: Iterator[tuple[Tensor, dict[str, Tensor]]]) -> None:
         """Follow a batch of forecasts to its end. Raises WriteError.
@@ -60,5 +60,5 @@ class Judge:
             kept["spectra"].append(torch.stack(spectra).cpu().numpy())
         if n == 0:
             every = data.map_stride
-            maps = [x[data.plot_channels, ::every, ::every].float() for x in (truth, *forecasts.values())]
+            maps = [x[data.fields.plot_channels, ::every, ::every].float() for x in (truth, *forecasts.values())]
             kept["maps"].append(torch.stack(maps).cpu().numpy())

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from utils.forecast_data import ForecastData
-from utils.plots import colour_scale, error_scale, label, plain_map
+from utils.plots import colour_scale, error_scale, plain_map
 from utils.projections import find_projection
 
 
@@ -29,7 +29,7 @@ class Maps:
 
     def __init__(self, data: ForecastData, projection: str = "plain"):
         self.data = data
-        self.latitude, self.longitude = (x[:: data.map_stride] for x in (data.latitude, data.longitude))
+        self.latitude, self.longitude = (x[:: data.map_stride] for x in (data.fields.latitude, data.fields.longitude))
         self.projection, self.transform = find_projection(projection)
 
     def subplots(self, figure: Figure, rows: int, columns: int) -> np.ndarray:
@@ -51,7 +51,7 @@ class Maps:
 
     def figure(self, c: int, steps: list[int], forecasts: np.ndarray, truths: np.ndarray, source: str) -> Figure:
         """Draw forecasts [K, H, W] of channel `c` beside what happened and the error, a row for each lead time."""
-        data, name = self.data, self.data.out_names[c]
+        data, name = self.data, self.data.fields.out_names[c]
         scale, errors = colour_scale(truths), error_scale((forecasts - truths)[steps])
         figure = Figure(figsize=(13, 1.2 + 2.2 * len(steps)), layout="constrained")
         grid = self.subplots(figure, len(steps), 3)
@@ -63,7 +63,7 @@ class Maps:
                 one.set_title(title, fontsize=9)
         for images_of, columns in ((images[0], grid[:, :2]), (images[2], grid[:, 2:])):
             bar = {"location": "bottom", "extend": "both", "shrink": 0.7, "aspect": 40, "pad": 0.01}
-            shown = figure.colorbar(images_of, ax=columns, label=label(data.out_names[c], data.units[c]), **bar)
+            shown = figure.colorbar(images_of, ax=columns, label=data.fields.label(c), **bar)
             shown.formatter.set_powerlimits((-3, 6))
         if self.projection is None:
             for axes in grid[-1]:
@@ -80,7 +80,7 @@ class Maps:
         FigureCanvasAgg(figure)
         axes = self.subplots(figure, 1, 2)[0]
         images = [self.draw(one, fields[0], scale) for one, fields in zip(axes, (forecasts, truths))]
-        named = label(data.out_names[c], data.units[c])
+        named = data.fields.label(c)
         bar = figure.colorbar(images[0], ax=axes, label=named, extend="both", shrink=0.8, pad=0.01)
         bar.formatter.set_powerlimits((-3, 6))
         if self.projection is None:
@@ -92,7 +92,7 @@ class Maps:
             k = first + frame
             for image, fields in zip(images, (forecasts, truths)):
                 image.set_array(fields[frame])
-            axes[0].set_title(f"{source}: {data.date(0)} + {data.step_hours * k:g} h", fontsize=9)
+            axes[0].set_title(f"{source}: {data.date(0)} + {data.fields.step_hours * k:g} h", fontsize=9)
             axes[1].set_title(f"what happened: {data.date(0, k)}", fontsize=9)
 
         FuncAnimation(figure, show, frames=len(truths)).save(path, PillowWriter(fps=4), dpi=80)

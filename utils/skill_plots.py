@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from utils.forecast_data import ForecastData
 from utils.maps import Maps
-from utils.plots import label
 from utils.skill import INTERVAL
 from utils.skill_results import Results
 
@@ -33,8 +32,8 @@ def draw_all(results: Results) -> list[Path]:
     fields = results.store.read(0, "maps")  # [K; truth, persistence and models; C shown, H, W]
     maps = Maps(data, results.settings.projection)
     figures: dict[str, Figure] = {}
-    for i, c in enumerate(data.plot_channels):
-        name, truths, forecasts = data.out_names[c], fields[:, 0, i], fields[:, 2, i]
+    for i, c in enumerate(data.fields.plot_channels):
+        name, truths, forecasts = data.fields.out_names[c], fields[:, 0, i], fields[:, 2, i]
         figures[f"skill_{name}"] = skill_figure(data, c, results.sources, scores)
         figures[f"maps_{name}"] = maps.figure(c, data.shown_steps, forecasts, truths, source)
         figures[f"spectra_{name}"] = spectra_figure(data, c, results.models, np.delete(spectra[:, :, c], 1, axis=1))
@@ -44,10 +43,10 @@ def draw_all(results: Results) -> list[Path]:
     for path, figure in zip(paths, figures.values()):
         FigureCanvasAgg(figure)
         figure.savefig(path, dpi=100)
-    for i, c in enumerate(data.plot_channels):
-        start = fields[: int(data.origins[c] >= 0), 1, i]  # persistence, where there is such a thing
+    for i, c in enumerate(data.fields.plot_channels):
+        start = fields[: int(data.fields.origins[c] >= 0), 1, i]  # persistence, where there is such a thing
         forecasts, truths = (np.concatenate([start, fields[:, s, i]]) for s in (2, 0))
-        paths.append(folder / f"forecast_{data.out_names[c]}.gif")
+        paths.append(folder / f"forecast_{data.fields.out_names[c]}.gif")
         maps.animate(paths[-1], c, forecasts, truths, source)
     return paths
 
@@ -64,9 +63,7 @@ def skill_figure(data: ForecastData, c: int, sources: list[str], scores: dict) -
                 marker = "." if len(days) < 40 else ""
                 one.plot(days, value, LINES[source], color=COLOURS[source], label=source, marker=marker)
                 one.fill_between(days, low, high, color=COLOURS[source], alpha=0.2, linewidth=0)
-    axes[0].set(
-        ylabel=f"RMSE, {label(data.out_names[c], data.units[c])}", ylim=(0, None), title="error: lower is better"
-    )
+    axes[0].set(ylabel=f"RMSE, {data.fields.label(c)}", ylim=(0, None), title="error: lower is better")
     axes[1].set(ylabel=f"anomaly correlation, from {data.climate.name}", title="correlation: higher is better")
     axes[1].axhline(0, color="black", linewidth=0.5)
     for one in axes:
@@ -74,7 +71,7 @@ def skill_figure(data: ForecastData, c: int, sources: list[str], scores: dict) -
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False)
     figure.suptitle(
-        f"{data.out_names[c]}: {data.period}; bands hold {INTERVAL:.0%}",
+        f"{data.fields.out_names[c]}: {data.period}; bands hold {INTERVAL:.0%}",
         fontsize=10,
     )
     return figure
@@ -88,7 +85,7 @@ def spectra_figure(data: ForecastData, c: int, models: list[str], spectra: np.nd
     """
     steps, figure = data.shown_steps, Figure(figsize=(11, 4.2), layout="constrained")
     axes = figure.subplots(1, 2)
-    waves = slice(1, (len(data.longitude) + 1) // 2)  # the last one of an even number stands for itself alone
+    waves = slice(1, (len(data.fields.longitude) + 1) // 2)  # the last one of an even number stands for itself alone
     wavenumbers = np.arange(waves.start, waves.stop)
     shown = spectra[..., waves]
     axes[0].loglog(wavenumbers, shown[-1, 0], color="black", label="truth")
@@ -101,7 +98,7 @@ def spectra_figure(data: ForecastData, c: int, models: list[str], spectra: np.nd
             }
             axes[0].loglog(wavenumbers, shown[i, s], label=f"{name}, {data.lead_hours[k]:g} h", **style)
             axes[1].semilogx(wavenumbers, shown[i, s] / shown[i, 0], **style)
-    axes[0].set(ylabel=f"power [({data.units[c] or '1'})²]", title="power along circles of latitude")
+    axes[0].set(ylabel=f"power [({data.fields.units[c] or '1'})²]", title="power along circles of latitude")
     # Some data hold nothing at the smallest scales, and a forecast that broke down has no power at any.
     axes[0].set_ylim(bottom=max(shown[np.isfinite(shown)].min(), 1e-7 * shown[:, 0].max()))
     axes[1].set(ylabel="power over the truth's", ylim=(0, 2), title="below 1: too weak at this scale")
@@ -110,7 +107,7 @@ def spectra_figure(data: ForecastData, c: int, models: list[str], spectra: np.nd
         one.set(xlabel="zonal wavenumber (waves along a circle of latitude)")
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{data.out_names[c]}: mean over {data.period}", fontsize=10)
+    figure.suptitle(f"{data.fields.out_names[c]}: mean over {data.period}", fontsize=10)
     return figure
 
 
@@ -120,7 +117,7 @@ def scorecard_figure(data: ForecastData, model: str, ratio: np.ndarray) -> Figur
     Args:
         ratio: value, low and high, [3, K, C].
     """
-    C, K = len(data.out_names), data.steps
+    C, K = len(data.fields.out_names), data.steps
     figure = Figure(figsize=(2 + 0.55 * K, 1.4 + 0.32 * C), layout="constrained")
     axes = figure.subplots()
     value, low, high = ratio.transpose(0, 2, 1)
@@ -132,7 +129,7 @@ def scorecard_figure(data: ForecastData, model: str, ratio: np.ndarray) -> Figur
             colour = "white" if abs(np.log(value[c, k])) > 0.45 else "black"  # on dark blue and red
             axes.text(k, c, text, ha="center", va="center", fontsize=7, color=colour)
     axes.set_xticks(range(K), [f"{hours:g}" for hours in data.lead_hours])
-    axes.set_yticks(range(C), data.out_names)
+    axes.set_yticks(range(C), data.fields.out_names)
     axes.set(xlabel="lead time [h]")
     bar = figure.colorbar(image, ax=axes, ticks=[0.5, 0.7, 1, 1.4, 2], format="%g", extend="both", pad=0.01)
     bar.ax.minorticks_off()

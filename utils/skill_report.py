@@ -15,7 +15,6 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from utils.files import to_json, write_text
-from utils.plots import label
 from utils.skill import INTERVAL, RESAMPLES, WEIGHTINGS
 from utils.skill_plots import draw_all
 from utils.skill_results import Results
@@ -58,8 +57,8 @@ def _write_json(results: Results) -> None:
         "first": data.date(0),
         "last": data.date(len(data) - 1),
         "lead_hours": data.lead_hours,
-        "channels": dict(zip(data.out_names, data.units)),
-        "stds": dict(zip(data.out_names, data.stds[data.outputs].tolist())),
+        "channels": dict(zip(data.fields.out_names, data.fields.units)),
+        "stds": dict(zip(data.fields.out_names, data.fields.stds[data.fields.outputs].tolist())),
         "climatology": data.climate.name,
         "interval": INTERVAL,
         "resamples": RESAMPLES,
@@ -68,7 +67,7 @@ def _write_json(results: Results) -> None:
         "scores": {
             source: {
                 score: {
-                    weighting: {name: values[:, :, s, c, a].T for c, name in enumerate(data.out_names)}
+                    weighting: {name: values[:, :, s, c, a].T for c, name in enumerate(data.fields.out_names)}
                     for a, weighting in enumerate(WEIGHTINGS)
                 }
                 for score, values in results.scores.items()
@@ -78,7 +77,7 @@ def _write_json(results: Results) -> None:
         "spectra": {
             "lead_hours": [data.lead_hours[k] for k in data.shown_steps],
             **{
-                source: {name: spectra[:, s, c] for c, name in enumerate(data.out_names)}
+                source: {name: spectra[:, s, c] for c, name in enumerate(data.fields.out_names)}
                 for s, source in enumerate(["truth", *results.sources[:-1]])
             },
         },
@@ -90,10 +89,10 @@ def _write_csv(results: Results) -> None:
     data, text = results.data, io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["source", "channel", "units", "lead_hours", "score", "weighting", "value", "low", "high"])
-    axes = map(enumerate, (results.sources, data.out_names, data.lead_hours, WEIGHTINGS))
+    axes = map(enumerate, (results.sources, data.fields.out_names, data.lead_hours, WEIGHTINGS))
     for (score, values), *places in itertools.product(results.scores.items(), *axes):
         (s, source), (c, name), (k, hours), (a, weighting) = places
-        units = data.units[c] if score not in ("acc", "rmse_over_persistence") else ""
+        units = data.fields.units[c] if score not in ("acc", "rmse_over_persistence") else ""
         table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
     write_text(results.folder / "skill.csv", text.getvalue())
 
@@ -113,8 +112,8 @@ def _log(results: Results) -> None:
             "There are no intervals" if blocks < 3 else "The intervals are rough, and rather too narrow",
             *(blocks, results.settings.block_hours),
         )
-    for c in data.plot_channels:
-        logging.info("%s", label(data.out_names[c], data.units[c]))
+    for c in data.fields.plot_channels:
+        logging.info("%s", data.fields.label(c))
         logging.info("  %24s%s", first, "".join(f"{name:>12}{'':22}" for name in others).rstrip())
         for k in shown:
             cells = [f"{data.lead_hours[k]:10g} h {rmse[k, 0, c]:11.4g}"]
@@ -122,13 +121,13 @@ def _log(results: Results) -> None:
                 value, low, high = ratio[:, k, s, c]
                 cells.append(f"{rmse[k, s, c]:12.4g}  {value:5.2f} ({low:.2f} to {high:.2f})")
             logging.info("  %s", "".join(cells))
-    for (s, name), c in itertools.product(enumerate(results.models, 1), data.plot_channels):
+    for (s, name), c in itertools.product(enumerate(results.models, 1), data.fields.plot_channels):
         climatology = _longest(data.lead_hours, rmse[:, s, c] / rmse[:, -1, c])
         text = f"its RMSE is below climatology's up to {climatology:g} h"
-        if data.origins[c] >= 0 and blocks >= 3:
+        if data.fields.origins[c] >= 0 and blocks >= 3:
             persistence = _longest(data.lead_hours, ratio[2, :, s, c])
             text += f", and the whole interval below persistence's up to {persistence:g} h"
-        logging.info("%s, %s: %s", name, data.out_names[c], text)
+        logging.info("%s, %s: %s", name, data.fields.out_names[c], text)
 
 
 def _longest(lead_hours: list[float], ratios: np.ndarray) -> float:
@@ -148,7 +147,7 @@ def _show(results: Results, pictures: list[Path]) -> None:
     unit = 1 if all(float(hours).is_integer() for hours in data.lead_hours) else 60
     for s, source in enumerate(results.sources):
         with SummaryWriter(logs / source) as board:
-            axes = map(enumerate, (data.out_names, data.lead_hours))
+            axes = map(enumerate, (data.fields.out_names, data.lead_hours))
             for (score, values), (c, name), (k, hours) in itertools.product(results.scores.items(), *axes):
                 board.add_scalar(f"{score}/{name}", values[0, k, s, c, 0], round(unit * hours))
     with SummaryWriter(logs / "pictures") as board:

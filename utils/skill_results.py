@@ -45,8 +45,8 @@ class Results:
     def block(self) -> int:
         """How many forecasts that follow each other the bootstrap draws together."""
         data = self.data
-        if not data.has_time or len(data) < 2:
-            hours = data.step_hours / data.config.dt * self.settings.stride
+        if not data.fields.has_time or len(data) < 2:
+            hours = data.fields.step_hours / data.config.dt * self.settings.stride
         else:
             hours = float(np.median(np.diff([data.seconds(n) for n in range(len(data))]))) / 3600
         return min(max(1, round(self.settings.block_hours / hours)), len(data))

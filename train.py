@@ -24,17 +24,20 @@ from torch import Tensor, nn
 
 from networks.attention import pick_attention
 from networks.vit import ViT
+from utils.agree import all_ranks_agree
+from utils.batches import Batch
 from utils.compiler import compile_modules
 from utils.config import Config
-from utils.data_loader import Batch
 from utils.fields import Fields
-from utils.launch import World, all_ranks_agree, start
 from utils.loss import relative_l2
 from utils.run import Run
-from utils.setup import load_weights, prepare, settle_buckets
+from utils.setup import prepare, settle_buckets
+from utils.start import start
 from utils.timeline import span
 from utils.training_state import TrainingState
 from utils.weather_data import Job, WeatherData
+from utils.weights import load_weights
+from utils.world import World
 
 AMP_DTYPE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 

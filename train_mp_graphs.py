@@ -21,8 +21,9 @@ from distributed.parallelize import ParallelViT
 from utils.comm import Grid
 from utils.config import Config
 from utils.config_reader import load_config
-from utils.launch import World, start
 from utils.run import Run
+from utils.start import start
+from utils.world import World
 
 
 def prepare(config: Config, grid: Grid, device: torch.device) -> None:

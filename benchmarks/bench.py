@@ -14,9 +14,9 @@ from benchmarks.memory import LiveMemory
 from networks.attention import attention
 from utils.compiler import compile_modules
 from utils.config_reader import load_config
+from utils.device import synchronize
 from utils.fields import Fields
 from utils.loss import relative_l2
-from utils.profiling import synchronize
 from utils.setup import prepare
 
 # 2.58 GFLOP a sample on 128 tokens: what a CPU does in some seconds.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from utils.system_watch import cores_in_reach
+from utils.device import cores_in_reach
 
 ROOT = Path(__file__).resolve().parent.parent
 

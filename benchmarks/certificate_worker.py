@@ -27,9 +27,10 @@ from utils.comm import Grid
 from utils.config_reader import load_config
 from utils.fields import Fields
 from utils.files import read_events
-from utils.launch import World, join
 from utils.observers import Observer
 from utils.run import Run
+from utils.start import join
+from utils.world import World
 
 OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
 

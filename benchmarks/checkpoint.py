@@ -28,9 +28,10 @@ from benchmarks.bench import Bench
 from benchmarks.record import write_record
 from utils import checkpoint
 from utils.checkpointer import Checkpointer
-from utils.launch import World, join
-from utils.profiling import synchronize
+from utils.device import synchronize
+from utils.start import join
 from utils.training_state import TrainingState
+from utils.world import World
 
 FLAGS = [
     "--config=demo", "--no_residual", "--plot_channels=None", "--img_size", "16", "32", "--patch_size=8",

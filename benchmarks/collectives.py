@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 
 from distributed.mappings import all_gather_single
+from utils.agree import all_ranks_agree
 from utils.comm import GROUPS, Grid
 from utils.config_reader import load_config
-from utils.launch import World, all_ranks_agree, start
-from utils.profiling import synchronize
+from utils.device import cores_in_reach, synchronize
 from utils.setup import prepare
-from utils.system_watch import cores_in_reach
+from utils.start import start
+from utils.world import World
 
 ROUNDS = 10
 

@@ -8,8 +8,9 @@ import torch.distributed as dist
 import train
 from utils.config_reader import load_config
 from utils.files import read_events
-from utils.launch import World, join
 from utils.observers import Observer
+from utils.start import join
+from utils.world import World
 
 STATS = ("global_means", "global_stds", "time_means")
 

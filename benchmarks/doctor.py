@@ -33,10 +33,10 @@ from benchmarks.machine import Line, cores, devices, host_memory, limits, versio
 from benchmarks.record import write_record  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
 from utils.advice import DOCTOR  # noqa: E402
+from utils.batches import BatchReader  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
-from utils.data_loader import BatchReader  # noqa: E402
-from utils.profiling import peak_flops  # noqa: E402
+from utils.device import peak_flops  # noqa: E402
 from utils.verdict import memory_advice  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 

@@ -31,9 +31,10 @@ from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention
 from utils.config_reader import load_config
-from utils.launch import World, join
 from utils.sample_data import write_shape
+from utils.start import join
 from utils.weather_data import WeatherData
+from utils.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {

@@ -36,8 +36,8 @@ from benchmarks.record import device_name  # noqa: E402
 from benchmarks.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
 from utils.config import Config  # noqa: E402
 from utils.config_reader import load_config  # noqa: E402
+from utils.device import cores_in_reach  # noqa: E402
 from utils.files import read_events  # noqa: E402
-from utils.system_watch import cores_in_reach  # noqa: E402
 from utils.weather_data import WeatherData  # noqa: E402
 
 PAGE = ROOT / "docs/ladder.md"

@@ -34,11 +34,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.data import path_flags, train_here
 from benchmarks.record import write_record
-from utils.data_loader import Loader, Reading, SampleOrder, Samples
+from utils.batches import Reading, Samples
 from utils.era5 import Files
 from utils.frame_reader import FrameReader
-from utils.normalisation import Normaliser
+from utils.loader import Loader
+from utils.order import SampleOrder
 from utils.sample_data import write_shape
+from utils.to_device import Normaliser
 
 SHAPE, B, SAMPLES = (20, 360, 720), 4, 25  # 24 pairs: six batches an epoch
 LAYOUTS = ("contiguous", "chunked", "gzip", "blosc2", "float16")

@@ -15,8 +15,7 @@ import psutil
 import torch
 
 from utils.config import Config
-from utils.device import has_bf16
-from utils.system_watch import cores_in_reach
+from utils.device import cores_in_reach, has_bf16
 from utils.weather_data import WeatherData
 
 ROOT = Path(__file__).resolve().parent.parent

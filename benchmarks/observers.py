@@ -19,11 +19,12 @@ import torch
 from benchmarks.bench import Bench
 from benchmarks.record import write_record
 from utils import timeline
-from utils.launch import World, join
-from utils.profiling import synchronize
+from utils.device import synchronize
+from utils.start import join
 from utils.step_profile import StepProfiler
 from utils.system_watch import SystemWatch
 from utils.timeline import span
+from utils.world import World
 
 SMALL = ["--config=demo", "--local_batch_size=8", "--plot_channels=None"]
 PAIRS, STEPS = 24, 20

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from utils.device import cores_in_reach
 from utils.files import to_json, write_text
-from utils.system_watch import cores_in_reach
 
 
 def device_name() -> str:

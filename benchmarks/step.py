@@ -26,7 +26,7 @@ from benchmarks.bench import REFERENCE, Bench
 from benchmarks.loop import loop_overhead
 from benchmarks.memory import mlp_peak
 from benchmarks.record import write_record
-from utils.profiling import known_device, measured_peak, peak_flops, synchronize
+from utils.device import known_device, measured_peak, peak_flops, synchronize
 
 ROUNDS, STEPS, WARMUP = 3, 8, 3
 CASES = {

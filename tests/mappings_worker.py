@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import mappings
-from utils.launch import World, join
+from utils.start import join
+from utils.world import World
 
 rank = int(os.environ["RANK"])
 join(World(rank, 2, rank, "127.0.0.1", int(os.environ["MASTER_PORT"])))

@@ -15,8 +15,9 @@ from tests.helpers import tiny_flags
 from utils.comm import Grid
 from utils.config_reader import load_config
 from utils.frame_reader import FrameReader
-from utils.launch import find_world, join
+from utils.start import join
 from utils.weather_data import WeatherData
+from utils.world import find_world
 
 
 def main(folder: str, *flags: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import train
 import train_mp
 from tests.helpers import ROOT, losses, records, resume_here, run_folder, run_here, tiny_flags
-from utils import checkpoint
+from utils import checkpoint, weights
 from utils.config_reader import load_config
 from utils.errors import Ended
 from utils.run_folder import lock_run, open_run_folder
@@ -282,15 +282,15 @@ def test_a_job_that_goes_on_holds_its_folder(tiny, monkeypatch):
 def test_weights_leave_a_run_and_begin_another(tiny, script, name):
     argv = tiny_flags(tiny, *FLAGS)
     folder, out = run_here(argv, script.main, name), tiny / "weights.pt"
-    told = checkpoint.export(folder, out)
+    told = weights.export(folder, out)
     config = load_config(argv)[0].with_batches(1)
     model = train.build_model(config, train.WeatherData(config).fields)
     model.load_state_dict(torch.load(out, weights_only=True))
     info = folder / "checkpoints/00000006-validated/info.json"
     told_before = {name: x for name, x in json.loads(info.read_text()).items() if name != "stacked"}
     info.write_text(json.dumps(told_before))  # as older checkpoints are
-    assert checkpoint.read_weights(info.parent).keys() == model.state_dict().keys()
-    assert all(torch.equal(x, model.state_dict()[name]) for name, x in checkpoint.read_weights(info.parent).items())
+    assert weights.read_weights(info.parent).keys() == model.state_dict().keys()
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in weights.read_weights(info.parent).items())
     count = sum(p.numel() for p in model.parameters())
     assert told == f"{folder}/checkpoints/00000006-validated: wrote {count:,} weights after 6 iterations to {out}"
     # The new run begins where the other one ended: its validation, with a learning rate of 0, is that one's.
@@ -300,18 +300,18 @@ def test_weights_leave_a_run_and_begin_another(tiny, script, name):
 
 def test_the_best_weights(soon_best, tiny, capsys):
     folder = soon_best
-    assert checkpoint.main(["export", str(folder), str(tiny / "w.pt"), "--best"]) == 0
+    assert weights.main(["export", str(folder), str(tiny / "w.pt"), "--best"]) == 0
     assert "00000002-validated: wrote" in capsys.readouterr().out
     (folder / "checkpoints/00000004-validated/__0_0.distcp").unlink()
-    assert checkpoint.main(["inspect", str(folder)]) == 0
+    assert weights.main(["inspect", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == names(folder) and lines[0].endswith("; finished")
     assert "damaged: " in lines[1] and "the best, with a validation loss of " in lines[2]
-    assert checkpoint.main(["inspect", str(folder / "checkpoints/00000002-validated")]) == 0
+    assert weights.main(["inspect", str(folder / "checkpoints/00000002-validated")]) == 0
     assert "model.blocks.0.attn.qkv.weight " in (out := capsys.readouterr().out) and "[3, 32, 32]" in out
-    assert checkpoint.main(["export", str(tiny), str(tiny / "w.pt")]) == 2
+    assert weights.main(["export", str(tiny), str(tiny / "w.pt")]) == 2
     assert "has no complete checkpoint: give the folder" in capsys.readouterr().err
-    assert checkpoint.main(["export", str(folder), str(tiny / "no/w.pt")]) == 2
+    assert weights.main(["export", str(folder), str(tiny / "no/w.pt")]) == 2
     assert "give another file" in capsys.readouterr().err
 
 

@@ -13,21 +13,9 @@ import train
 from benchmarks.bench import Bench
 from tests.helpers import losses, records, run_here, tiny_flags
 from utils.config_reader import load_config
+from utils.memory_timeline import memory_blocks, memory_moments, most_of_parts, parts_at_peak, timeline
 from utils.model_summary import summarise, summary_table
-from utils.step_profile import (
-    EMPTY,
-    EMPTY_CALLS,
-    StepProfiler,
-    activities,
-    covered,
-    memory_blocks,
-    memory_moments,
-    most_of_parts,
-    own_times,
-    parts_at_peak,
-    read_trace,
-    timeline,
-)
+from utils.step_profile import EMPTY, EMPTY_CALLS, StepProfiler, activities, covered, own_times, read_trace
 from utils.system_watch import SystemWatch
 from utils.timeline import span
 from utils.weather_data import WeatherData

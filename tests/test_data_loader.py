@@ -9,8 +9,8 @@ import torch
 
 from tests.helpers import STEP, fields, tiny_flags, write_data, write_file
 from utils.config_reader import load_config
-from utils.data_loader import epoch_order, shard
 from utils.era5 import ERA5_CHANNELS, Files, channel_indices, check_crop, load_stats
+from utils.order import epoch_order, shard
 from utils.weather_data import WeatherData
 
 

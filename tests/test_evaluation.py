@@ -254,7 +254,7 @@ def test_other_statistics_than_the_model_was_trained_with(trained, tmp_path):
 
 def test_exported_weights_are_asked_one_state_at_a_time_unless_told(trained, tmp_path):
     weights = tmp_path / "weights.pt"
-    checkpoint.export(trained / "runs/tiny/1GPU/00", weights)
+    weights.export(trained / "runs/tiny/1GPU/00", weights)
     argv = ["--checkpoint", str(weights), "--yaml_config", str(trained / "tiny.yaml"), "--config", "tiny"]
     for more, size in (([], 1), (["--data_dir", "None"], 1), (["--local_batch_size", "3"], 3)):
         _, config, info, _ = load_evaluation([*argv, *more])

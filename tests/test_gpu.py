@@ -27,9 +27,8 @@ from tests.helpers import (
 )
 from tests.test_timeline import check_times
 from utils.config_reader import load_config
-from utils.device import EXPANDABLE, allocator_settings, allow_tf32, pick_device
+from utils.device import EXPANDABLE, allocator_settings, allow_tf32, peak_flops, pick_device
 from utils.observers import Observer
-from utils.profiling import peak_flops
 from utils.training_state import TrainingState
 from utils.weather_data import WeatherData
 

@@ -16,7 +16,8 @@ from benchmarks import doctor, ladder
 from benchmarks.bench import Bench
 from tests.helpers import ROOT, clean_environment, losses, run_folder, run_here, tiny_flags, wait_until
 from tests.test_timeline import check_times
-from utils.step_profile import StepProfiler, parts_at_peak
+from utils.memory_timeline import parts_at_peak
+from utils.step_profile import StepProfiler
 from utils.system_watch import SystemWatch
 from utils.timeline import span
 

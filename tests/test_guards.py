@@ -124,7 +124,7 @@ def test_a_rank_that_waits_too_long_says_where(tiny):
 def test_a_group_is_waited_for_as_long_as_a_collective():
     """NCCL's ranks exchange an address through the store of all ranks before their first collective."""
     code = (
-        "import datetime, types, torch.distributed as dist; from utils.launch import start\n"
+        "import datetime, types, torch.distributed as dist; from utils.start import start\n"
         "wait = lambda world, argv: dist.distributed_c10d._get_default_store().get('an address that nobody gives')\n"
         "start(wait, [], lambda argv: [types.SimpleNamespace(longest_wait=datetime.timedelta(seconds=8))])"
     )

@@ -19,7 +19,7 @@ from benchmarks.call import call, end_on_signals, reason
 from benchmarks.ladder_runs import Runs, evaluate, standard_error
 from benchmarks.rungs import DATA_PARALLEL, all_rungs, chosen, lacks
 from tests.helpers import ROOT, is_running, losses, run_folder, run_here, tiny_flags, wait_until
-from utils import launch
+from utils import start
 
 RUNGS = all_rungs(4, 8)
 
@@ -176,7 +176,7 @@ def test_data_parallel_is_train_py_with_another_wrapper(tiny, monkeypatch):
     passes, forward = [], nn.DataParallel.forward
     monkeypatch.setattr(nn.DataParallel, "forward", lambda self, *args: passes.append(1) or forward(self, *args))
     monkeypatch.setattr(train, "data_parallel", train.data_parallel)
-    monkeypatch.setattr(launch, "start", lambda main, argv: run_here(argv, main))
+    monkeypatch.setattr(start, "start", lambda main, argv: run_here(argv, main))
     one, argv = losses(run_here(tiny_flags(tiny))), tiny_flags(tiny, "--run_num", "dp")
     monkeypatch.setattr(sys, "argv", ["data_parallel.py", *argv])
     runpy.run_path(str(ROOT / DATA_PARALLEL), run_name="__main__")

@@ -8,6 +8,7 @@ import torch
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
 from utils import checkpoint
+from utils import weights as weights_file
 from utils.config_reader import load_config
 from utils.errors import Ended
 from utils.saving import Saving
@@ -24,7 +25,7 @@ GRIDS = {
 
 def weights(folder, iteration: int, kind: str) -> dict[str, torch.Tensor]:
     (path,) = (p for p in checkpoint.find(folder / "checkpoints") if int(p.name[:8]) == iteration)
-    return checkpoint.read_weights(path, kind)
+    return weights_file.read_weights(path, kind)
 
 
 def average_by_hand(argv, folder) -> dict[str, torch.Tensor]:
@@ -77,13 +78,13 @@ def test_it_is_validated_beside_the_weights_and_can_be_exported(tiny, tmp_path):
     assert "  Avg val loss of the moving average=" in (folder / "out.log").read_text()
     for options, key in (([], "valid_loss"), (["--ema"], "valid_loss_ema")):
         file = tmp_path / "weights.pt"
-        assert checkpoint.main(["export", str(folder), str(file), *options]) == 0
+        assert weights_file.main(["export", str(folder), str(file), *options]) == 0
         still = ["--lr", "0", "--num_iters", "1", "--init_from", str(file), "--run_num", "still"]
         assert records(run_here(tiny_flags(tiny, *still)), "epoch")[-1]["valid_loss"] == pytest.approx(
             last[key], rel=1e-6
         )
     with pytest.raises(ValueError, match="holds no moving average"):
-        checkpoint.export(tiny / "runs/tiny/1GPU/still", tmp_path / "none.pt", ema=True)
+        weights_file.export(tiny / "runs/tiny/1GPU/still", tmp_path / "none.pt", ema=True)
 
 
 def test_a_stop_during_its_validation_saves_the_weights_themselves(tiny):

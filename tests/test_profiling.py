@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from utils.config import Config
+from utils.device import known_device, peak_flops, peak_memory_gb
 from utils.plots import forecast_figure, render
-from utils.profiling import known_device, peak_flops, peak_memory_gb
 from utils.run_folder import make_run_folder
 
 

@@ -26,7 +26,7 @@ from tests.helpers import (
 )
 from utils.config import Config
 from utils.config_reader import load_config
-from utils.launch import World
+from utils.world import World
 
 
 def test_learning_rate():
@@ -208,16 +208,16 @@ def test_ranges_of_the_timeline(tiny):
 
 
 def test_profiler_window_opens_in_the_fourth_epoch_on_rank_0(monkeypatch):
-    from utils import profiling
+    from utils import clock
 
     opened = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.profiler, "profile", lambda: opened.append(True))
     for epoch in range(1, 7):
-        profiling.profiler_window(epoch, 1)
+        clock.profiler_window(epoch, 1)
     assert not opened
     for epoch in range(1, 7):
-        profiling.profiler_window(epoch, 0)
+        clock.profiler_window(epoch, 0)
         assert len(opened) == (epoch >= 4)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distributed import mappings
 from utils import timeline
-from utils.launch import start
+from utils.start import start
 
 parts, gradients = Counter(), 0
 

@@ -13,7 +13,7 @@ import train
 from distributed import mappings
 from networks.vit import Block
 from utils.frame_reader import FrameReader
-from utils.launch import start
+from utils.start import start
 from utils.step_profile import StepProfiler
 from utils.weather_data import WeatherData
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from utils import checkpoint
-from utils.launch import all_ranks_agree, first_message
+from utils.agree import all_ranks_agree, first_message
 from utils.training_state import TrainingState
 
 

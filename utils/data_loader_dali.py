@@ -15,7 +15,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from utils.data_loader import Batch, Loader, Reading, SampleOrder, Samples
+from utils.batches import Batch, Reading, Samples
+from utils.loader import Loader
+from utils.order import SampleOrder
 
 QUEUE = 2  # batches that DALI works on: the one given out, and the next
 

@@ -1,10 +1,28 @@
-"""The device of a rank, and what it can do."""
+"""The device of a rank, what it can do, and what is in use of it."""
 
+import functools
+import mmap
 import os
+import re
+import sys
+import time
 from pathlib import Path
 
 import torch
 
+# Dense peaks of one device in TFLOP/s, from the makers' datasheets: (float32, TF32, bfloat16 and float16).
+DATASHEET_TFLOPS = {
+    "A100": (19.5, 156, 312),
+    "H100 PCIe": (51, 378, 756),
+    "H100 NVL": (60, 418, 835),
+    "H100": (67, 495, 989),
+    "H200 NVL": (60, 418, 835),
+    "H200": (67, 495, 989),
+    "GH200": (67, 495, 990),
+    "A10": (31.2, 62.5, 125),
+    "L40S": (91.6, 183, 362),
+    "V100": (15.7, 15.7, 125),
+}
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -54,3 +72,79 @@ def allow_tf32(allowed: bool) -> None:
     """Let float32 matrix products on NVIDIA GPUs round their inputs to TF32 (10 bits of mantissa), or forbid it."""
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
+def peak_flops(device: torch.device, amp_mode: str, tf32: bool) -> tuple[float, str]:
+    """Return the dense matmul peak of one device in FLOP/s, for the dtype in use, and where the figure is from."""
+    dtype = {"none": torch.get_default_dtype(), "fp16": torch.float16, "bf16": torch.bfloat16}[amp_mode]
+    if device.type == "cuda":
+        known = known_device(torch.cuda.get_device_name(device))
+        if known and dtype != torch.float64:
+            column = 2 if dtype != torch.float32 else int(tf32)
+            return DATASHEET_TFLOPS[known][column] * 1e12, f"datasheet, {known}"
+    speed = measured_peak(device, dtype)
+    if device.type == "cuda":  # its matrices are no memory of the run
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return speed, f"measured matmul, {str(dtype).removeprefix('torch.')}"
+
+
+def known_device(name: str) -> str | None:
+    """Return the row of the datasheet table for the name that a driver gives, such as `NVIDIA A100-SXM4-40GB`."""
+    rows = (key for key in DATASHEET_TFLOPS if re.search(rf"\b{key}\b", name))
+    return max(rows, key=len, default=None)
+
+
+@functools.cache
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the speed of large square matrix products in FLOP/s: the best of ten of the best size."""
+    generator = torch.Generator(device)  # of its own: measuring must not move the state that dropout draws from
+    small = torch.zeros(64, 64, device=device, dtype=dtype)
+    small @ small  # the library starts
+    synchronize(device)
+    best, began = 0.0, time.perf_counter()
+    for size in (256, 1024) if device.type == "cpu" else (4096, 8192):
+        a, b = (torch.rand(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+        for _ in range(10):
+            synchronize(device)
+            start = time.perf_counter()
+            a @ b
+            synchronize(device)
+            end = time.perf_counter()
+            best = max(best, 2 * size**3 / (end - start))
+            if end - began > 0.5:  # fp16 on a CPU is very slow
+                return best
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Return the highest memory in use so far, in GiB: the allocator's on a GPU, the process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource  # not on every platform
+
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def memory_gb(device: torch.device) -> float:
+    """Return the memory in use now, in GiB: the allocator's on a GPU, the process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30
+    statm = Path("/proc/self/statm")  # Linux has it; elsewhere the peak stands for it
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE / 2**30 if statm.exists() else peak_memory_gb(device)
+
+
+def cached_gb(device: torch.device) -> float:
+    """Return what a GPU's allocator holds beyond the tensors, in GiB."""
+    return (torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / 2**30
+
+
+def cores_in_reach() -> set[int]:
+    """Return the CPU cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

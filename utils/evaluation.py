@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from utils import checkpoint
+from utils.agree import all_ranks_agree, share_error
 from utils.config import FIELDS, Config
 from utils.errors import STOPPED, Ended
 from utils.forecast_data import ForecastData
@@ -20,10 +21,10 @@ from utils.forecast_settings import Evaluation
 from utils.forecast_store import ForecastStore
 from utils.forecast_writer import open_writer
 from utils.judge import Judge
-from utils.launch import World, all_ranks_agree, share_error
 from utils.logging_utils import close_log, open_log
 from utils.skill_results import Results
 from utils.stop import StopRequests
+from utils.world import World
 
 FORMAT = 2  # of what is kept of a forecast
 SAID_EVERY = 60  # seconds, where no progress bar is seen

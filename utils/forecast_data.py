@@ -18,7 +18,7 @@ from utils.errors import ReadError
 from utils.fields import Fields
 from utils.forecast_settings import Evaluation
 from utils.frame_reader import FrameReader, OpenFiles
-from utils.normalisation import normalisers
+from utils.to_device import normalisers
 
 SHOWN_HOURS = (24, 72)
 LARGEST_MAP = 720  # columns

@@ -12,7 +12,7 @@ from utils import checkpoint
 from utils.config import FIELDS, Config, affecting, key
 from utils.config_reader import YAML_CONFIG, cast, load_config, move_data, parse
 from utils.projections import find_projection
-from utils.setup import set_weights
+from utils.weights import choose, read_weights, set_weights
 
 _flag = partial(key, affects="evaluation")
 
@@ -70,7 +70,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
                 raise ValueError(
                     f"{name} is for exported weights: {source} knows how it was trained; leave --{name} out"
                 )
-        source, info = checkpoint.choose(source, evaluation.best)
+        source, info = choose(source, evaluation.best)
         config = Config(**{name: cast(FIELDS[name], value) for name, value in info["config"].items() if name in FIELDS})
     config = replace(config, **{name: FIELDS[name].default for name in affecting("machine") + affecting("loop")})
     if source.is_file():
@@ -107,6 +107,6 @@ def load_forecasters(
     models = {}
     for kind, name in (("raw", "model"), ("ema", "ema")):
         if kind in wanted and (kind == "raw" or has_average):
-            weights = checkpoint.read_weights(Path(evaluation.checkpoint), name)
-            models[name] = set_weights(build(), weights, evaluation.checkpoint)
+            found = read_weights(Path(evaluation.checkpoint), name)
+            models[name] = set_weights(build(), found, evaluation.checkpoint)
     return models

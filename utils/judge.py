@@ -12,8 +12,7 @@ from torch import Tensor
 from utils.forecast_data import ForecastData
 from utils.forecast_store import ForecastStore
 from utils.forecast_writer import ForecastWriter
-from utils.skill import moments, row_weights
-from utils.spectra import zonal_spectrum
+from utils.skill import moments, row_weights, zonal_spectrum
 
 
 class Judge:

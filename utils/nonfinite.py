@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from utils.agree import first_message, share_error
 from utils.config import Config
 from utils.errors import Refused
-from utils.launch import first_message, share_error
 from utils.observers import Observer
 from utils.weather_data import WeatherData
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import profile
 
+from utils.device import synchronize
 from utils.errors import Ended, Refused, harmless
 from utils.model_summary import Layer
 from utils.observers import EpochRecord, Observer
-from utils.profiling import synchronize
 from utils.run_costs import RunCosts
 from utils.step_profile import StepProfiler, activities
 from utils.timeline import span

@@ -13,16 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from utils.agree import all_ranks_agree
+from utils.batches import Batch
+from utils.clock import EpochClock, profiler_window
 from utils.config import Config
-from utils.data_loader import Batch
+from utils.device import peak_memory_gb
 from utils.errors import Ended
 from utils.fields import Fields
-from utils.launch import all_ranks_agree
+from utils.memory import MemoryWatch
 from utils.model_summary import summarise
 from utils.nonfinite import NonfiniteGuard
 from utils.observers import EpochRecord, Observer
 from utils.profiles import Profiles
-from utils.profiling import EpochClock, MemoryWatch, peak_memory_gb, profiler_window
 from utils.records import StepRecords
 from utils.run_folder import RunFolder, open_run_folder
 from utils.saving import NO_BEST, Saving, resume

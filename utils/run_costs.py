@@ -14,13 +14,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from utils.device import has_bf16
+from utils.device import cached_gb, cores_in_reach, has_bf16, peak_memory_gb
 from utils.errors import harmless
 from utils.files import read_events, to_json, write_text
+from utils.memory_timeline import most_of_parts, parts_at_peak
 from utils.model_summary import Layer, summary_table
-from utils.profiling import cached_gb, peak_memory_gb
-from utils.step_profile import StepProfile, most_of_parts, parts_at_peak
-from utils.system_watch import SystemWatch, cores_in_reach
+from utils.step_profile import StepProfile
+from utils.system_watch import SystemWatch
 from utils.time_report import TimeReport
 from utils.timeline import span, stop_timeline
 from utils.verdict import Measured, verdict

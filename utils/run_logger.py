@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from utils import checkpoint
 from utils.curves import Curves
-from utils.device import allocator_settings
+from utils.device import allocator_settings, peak_flops
 from utils.errors import Ended
 from utils.files import cut_records, to_json
 from utils.logging_utils import close_log, open_log
 from utils.observers import EpochRecord, Observer
 from utils.plots import forecast_figure, render
-from utils.profiling import peak_flops
 from utils.timeline import span
 from utils.weather_data import Job
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from utils import checkpoint
+from utils.agree import share_error
 from utils.checkpoint import Unreadable
 from utils.checkpointer import Checkpointer
 from utils.config import interval, seconds
 from utils.errors import NOT_SAVED, STOPPED, Ended, Refused
-from utils.launch import share_error
 from utils.observers import EpochRecord, Observer
 from utils.run_folder import RunFolder
 from utils.stop import StopRequests

@@ -1,9 +1,6 @@
 """What a chapter needs before it can train, and does not teach."""
 
-from pathlib import Path
-
 import torch
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.compiler import check_compiler
@@ -38,37 +35,4 @@ def settle_buckets(model: DistributedDataParallel) -> DistributedDataParallel:
     model.reducer.prepare_for_backward([])
     torch.stack([p.sum() for p in model.parameters()]).sum().backward()
     model.zero_grad(set_to_none=True)
-    return model
-
-
-def load_weights(model: nn.Module, path: str | None) -> nn.Module:
-    """Set the weights of `model` to those in the file, and return it; without a path they stay as they were drawn.
-
-    Raises ValueError where the file cannot be read, and where its model is another one.
-    """
-    if path is None:
-        return model
-    remedy = "give a file of `python -m utils.checkpoint export`"
-    try:
-        weights = torch.load(Path(path), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ValueError(f"cannot read the weights {path} ({error.strerror}): {remedy}") from None
-    except Exception as error:  # whatever it is, it is no such file
-        raise ValueError(f"{path} holds no weights ({type(error).__name__}): {remedy}") from None
-    if not isinstance(weights, dict) or not weights.keys() & model.state_dict().keys():
-        raise ValueError(f"{path} holds no weights of this model: {remedy}")
-    return set_weights(model, weights, path)
-
-
-def set_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> nn.Module:
-    """Set the weights of `model`, and return it. Raises ValueError where those from `path` are another model's."""
-    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
-    for name in dict.fromkeys([*shapes, *weights]):
-        there, here = tuple(weights[name].shape) if name in weights else "not there", shapes.get(name, "not there")
-        if there != here:
-            raise ValueError(
-                f"{name} in {path} is {there}, and in this model {here}: give the configuration of its training "
-                f"(the run's config.yaml has it: --yaml_config, --config)"
-            )
-    model.load_state_dict(weights)
     return model

@@ -126,3 +126,20 @@ def _with_interval(values: np.ndarray) -> np.ndarray:
     """Return the first of [1 + R, ...], and the bounds between which the middle 95% of the others lie."""
     tail = (1 - INTERVAL) / 2
     return np.stack([values[0], *np.quantile(values[1:], [tail, 1 - tail], axis=0)])
+
+
+def zonal_spectrum(field: Tensor, weights: Tensor) -> Tensor:
+    """Return the power at each zonal wavenumber, [..., W // 2 + 1], in units squared.
+
+    The squares of the Fourier coefficients along each row, averaged over the rows. Over all wavenumbers they add up to
+    the mean square of the field (Parseval), so a forecast that is too smooth lies below the truth at large ones.
+
+    Args:
+        field: [..., H, W], rows that go once round the globe.
+        weights: of the rows, adding up to 1, [H].
+    """
+    W = field.shape[-1]
+    power = torch.fft.rfft(field, dim=-1, norm="forward").abs().square()
+    # Each wavenumber stands for its negative one, too, but for 0 and the last one of an even number of columns.
+    power[..., 1 : (W + 1) // 2] *= 2
+    return torch.einsum("...hk,h->...k", power, weights)

@@ -1,7 +1,6 @@
 """What a run takes of the machine: cores, memory, disk, network, and the GPU's use and energy (`--report`)."""
 
 import contextlib
-import os
 import threading
 import time
 from collections import defaultdict
@@ -29,11 +28,6 @@ def check_psutil() -> None:
     """Raise ValueError, with the remedy, where the machine cannot be looked at."""
     if psutil is None:
         raise ValueError("report needs psutil, which is not installed: `pip install psutil`, or leave --report out")
-
-
-def cores_in_reach() -> set[int]:
-    """Return the CPU cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 class SystemWatch:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-from utils.step_profile import activities, memory_blocks, memory_moments, storages, timeline
+from utils.memory_timeline import memory_blocks, memory_moments, storages, timeline
+from utils.step_profile import activities
 
 
 class TorchProfile:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from utils import checkpoint
-from utils.launch import first_message
+from utils.agree import first_message
 from utils.moving_average import MovingAverage
 
 

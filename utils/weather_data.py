@@ -7,19 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils.batches import Batch, Reading, Samples
 from utils.config import Config
-from utils.data_loader import Batch, Loader, Reading, SampleOrder, Samples
 from utils.data_loader_dali import DaliLoader, check_dali
-from utils.device_copies import DeviceCopies
 from utils.era5 import Files
 from utils.fields import Fields
 from utils.frame_reader import FrameReader, OpenFiles
 from utils.frame_sharing import FrameSharing
-from utils.launch import World
+from utils.loader import Loader
 from utils.metrics import Scores, latitude_weights
-from utils.normalisation import normalisers
+from utils.order import SampleOrder
 from utils.staging import stage
+from utils.to_device import DeviceCopies, normalisers
 from utils.token_shard import TokenShard
+from utils.world import World
 
 
 class WeatherData:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(FOLDER.parent.parent))
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from utils.profiling import DATASHEET_TFLOPS  # noqa: E402
+from utils.device import DATASHEET_TFLOPS  # noqa: E402
 
 BANDWIDTH = {"A100": 1.555, "H100": 3.35}  # TB/s: A100 of 40 GB, H100 SXM
 N, D, HEADS, SAMPLES = 4050, 384, 8, 16

@@ -1,0 +1,43 @@
+"""What one rank finds wrong, every rank knows: none waits for one that left."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from utils.errors import Refused
+
+
+def first_message(message: str | None) -> str | None:
+    """Return the first message that any rank has, on all ranks: all call this at the same point."""
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    found = [(rank, text) for rank, text in enumerate(messages) if text]
+    if not found or len(found) == len(messages):
+        return messages[0]
+    rank, text = found[0]
+    return f"rank {rank}: {text}"
+
+
+def share_error(error: str | None) -> None:
+    """End the run on every rank if any rank found an `error`: all ranks call this at the same point.
+
+    Raises Refused with the first rank's message, on all ranks.
+    """
+    error = first_message(error)
+    if error:
+        raise Refused(error)
+
+
+@contextlib.contextmanager
+def all_ranks_agree() -> Iterator[None]:
+    """Turn what a user can mend, on any rank, into the same error on every rank: none waits for one that left.
+
+    Nothing inside the block may communicate. Raises Refused.
+    """
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as found:
+        error = str(found) or repr(found)
+    share_error(error)

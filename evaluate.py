@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from train import autocast, build_model
-from utils.agree import all_ranks_agree
 from utils.compiler import compile_modules
-from utils.config import Config
-from utils.evaluation import EvaluationRun
-from utils.forecast_data import ForecastData
-from utils.forecast_settings import load_evaluation, load_forecasters
-from utils.setup import prepare
-from utils.start import start
-from utils.world import World
+from utils.config.settings import Config
+from utils.forecast.data import ForecastData
+from utils.forecast.evaluation import EvaluationRun
+from utils.forecast.settings import load_evaluation, load_forecasters
+from utils.ranks.agree import all_ranks_agree
+from utils.ranks.start import start
+from utils.ranks.world import World
+from utils.run.setup import prepare
 
 
 @torch.no_grad()

@@ -131,7 +131,7 @@ code=0
 "${launch[@]}" bash -c "$task" bash "${command[@]}" || code=$?
 
 if [ "$code" = 75 ]; then # saved, and not done
-    # In its next life it finds its own run (utils/run_folder.py).
+    # In its next life it finds its own run (utils/run/folder.py).
     if scontrol requeue "$SLURM_JOB_ID"; then
         echo "submit_pm.sh: job $SLURM_JOB_ID is in the queue again, and will go on where it stopped"
         sleep 60 # Slurm ends this script

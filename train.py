@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from utils.config_reader import answer_help, load_config
+from utils.config.reader import answer_help, load_config
 
 if __name__ == "__main__":
     answer_help(sys.argv[1:])  # before the imports that take seconds
@@ -24,20 +24,20 @@ from torch import Tensor, nn
 
 from networks.attention import pick_attention
 from networks.vit import ViT
-from utils.agree import all_ranks_agree
-from utils.batches import Batch
+from utils.checkpoint.state import TrainingState
+from utils.checkpoint.weights import load_weights
 from utils.compiler import compile_modules
-from utils.config import Config
-from utils.fields import Fields
+from utils.config.settings import Config
+from utils.data.batches import Batch
+from utils.data.dataset import Job, WeatherData
+from utils.data.fields import Fields
 from utils.loss import relative_l2
-from utils.run import Run
-from utils.setup import prepare, settle_buckets
-from utils.start import start
-from utils.timeline import span
-from utils.training_state import TrainingState
-from utils.weather_data import Job, WeatherData
-from utils.weights import load_weights
-from utils.world import World
+from utils.ranks.agree import all_ranks_agree
+from utils.ranks.start import start
+from utils.ranks.world import World
+from utils.run.run import Run
+from utils.run.setup import prepare, settle_buckets
+from utils.spans import span
 
 AMP_DTYPE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -19,18 +19,18 @@ from distributed.helpers import GridScaler, TensorParallelGradients, sliced_dims
 from distributed.mappings import reduce
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens, share_frames
 from train import build_model, build_optimizer, build_scaler, data_parallel, forward_backward, train, update_weights
-from utils import setup
-from utils.agree import all_ranks_agree
+from utils.checkpoint.state import TrainingState
 from utils.comm import Grid
 from utils.compiler import compile_modules
-from utils.config_reader import load_config
+from utils.config.reader import load_config
+from utils.data.dataset import Job, WeatherData
+from utils.data.token_shard import TokenShard
 from utils.loss import relative_l2
-from utils.run import Run
-from utils.start import start
-from utils.token_shard import TokenShard
-from utils.training_state import TrainingState
-from utils.weather_data import Job, WeatherData
-from utils.world import World
+from utils.ranks.agree import all_ranks_agree
+from utils.ranks.start import start
+from utils.ranks.world import World
+from utils.run import setup
+from utils.run.run import Run
 
 
 def make_step(

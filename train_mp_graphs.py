@@ -19,11 +19,11 @@ import train_mp
 from distributed.graphs import Captured, CudaGraph, check_capture
 from distributed.parallelize import ParallelViT
 from utils.comm import Grid
-from utils.config import Config
-from utils.config_reader import load_config
-from utils.run import Run
-from utils.start import start
-from utils.world import World
+from utils.config.reader import load_config
+from utils.config.settings import Config
+from utils.ranks.start import start
+from utils.ranks.world import World
+from utils.run.run import Run
 
 
 def prepare(config: Config, grid: Grid, device: torch.device) -> None:

@@ -13,11 +13,11 @@ import train
 from benchmarks.memory import LiveMemory
 from networks.attention import attention
 from utils.compiler import compile_modules
-from utils.config_reader import load_config
+from utils.config.reader import load_config
+from utils.data.fields import Fields
 from utils.device import synchronize
-from utils.fields import Fields
 from utils.loss import relative_l2
-from utils.setup import prepare
+from utils.run.setup import prepare
 
 # 2.58 GFLOP a sample on 128 tokens: what a CPU does in some seconds.
 REFERENCE = [

@@ -26,7 +26,7 @@ import yaml
 from benchmarks.certificate_cases import FULL_IMAGE, IMAGES, MODES, NAMED, NAMED_IMAGE, SECTION, label, runs_of, shown
 from benchmarks.certificate_report import report, summarise
 from benchmarks.record import write_record
-from utils.sample_data import write_shape
+from utils.sample_data.write import write_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -24,13 +24,13 @@ import train_mp
 from benchmarks.certificate_cases import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags
 from distributed.helpers import sliced_dims
 from utils.comm import Grid
-from utils.config_reader import load_config
-from utils.fields import Fields
+from utils.config.reader import load_config
+from utils.data.fields import Fields
 from utils.files import read_events
 from utils.observers import Observer
-from utils.run import Run
-from utils.start import join
-from utils.world import World
+from utils.ranks.start import join
+from utils.ranks.world import World
+from utils.run.run import Run
 
 OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
 

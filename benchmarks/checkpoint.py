@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench import Bench
 from benchmarks.record import write_record
-from utils import checkpoint
-from utils.checkpointer import Checkpointer
+from utils.checkpoint import store as checkpoint
+from utils.checkpoint.background import Checkpointer
+from utils.checkpoint.state import TrainingState
 from utils.device import synchronize
-from utils.start import join
-from utils.training_state import TrainingState
-from utils.world import World
+from utils.ranks.start import join
+from utils.ranks.world import World
 
 FLAGS = [
     "--config=demo", "--no_residual", "--plot_channels=None", "--img_size", "16", "32", "--patch_size=8",

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from distributed.mappings import all_gather_single
-from utils.agree import all_ranks_agree
 from utils.comm import GROUPS, Grid
-from utils.config_reader import load_config
+from utils.config.reader import load_config
 from utils.device import cores_in_reach, synchronize
-from utils.setup import prepare
-from utils.start import start
-from utils.world import World
+from utils.ranks.agree import all_ranks_agree
+from utils.ranks.start import start
+from utils.ranks.world import World
+from utils.run.setup import prepare
 
 ROUNDS = 10
 

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.data import path_flags, train_here
 from benchmarks.record import write_record
-from utils.sample_data import write_shape
+from utils.sample_data.write import write_shape
 
 ITERATIONS = 20
 AMP, FUSED, JIT = ("none", "bf16", "fp16"), (False, True), (False, True)

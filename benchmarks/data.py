@@ -6,17 +6,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 import train
-from utils.config_reader import load_config
+from utils.config.reader import load_config
 from utils.files import read_events
 from utils.observers import Observer
-from utils.start import join
-from utils.world import World
+from utils.ranks.start import join
+from utils.ranks.world import World
 
 STATS = ("global_means", "global_stds", "time_means")
 
 
 def path_flags(folder: str) -> list[str]:
-    """Return the flags for a run on the data set in `folder`, which utils/sample_data.py wrote."""
+    """Return the flags for a run on the data set in `folder`, which utils/sample_data/write.py wrote."""
     return [
         *(f"--{kind}_data_path={folder}/{kind}" for kind in ("train", "valid")),
         *(f"--{kind}_path={folder}/stats/{kind}.npy" for kind in STATS),

@@ -13,7 +13,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import train  # noqa: E402
-from utils.start import start  # noqa: E402
+from utils.ranks.start import start  # noqa: E402
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)

@@ -32,13 +32,13 @@ from benchmarks.call import all_devices, call, check_place, end_on_signals, laun
 from benchmarks.machine import Line, cores, devices, host_memory, limits, versions  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
-from utils.advice import DOCTOR  # noqa: E402
-from utils.batches import BatchReader  # noqa: E402
-from utils.config import Config  # noqa: E402
-from utils.config_reader import load_config  # noqa: E402
+from utils.config.reader import load_config  # noqa: E402
+from utils.config.settings import Config  # noqa: E402
+from utils.data.batches import BatchReader  # noqa: E402
+from utils.data.dataset import WeatherData  # noqa: E402
 from utils.device import peak_flops  # noqa: E402
-from utils.verdict import memory_advice  # noqa: E402
-from utils.weather_data import WeatherData  # noqa: E402
+from utils.measure.advice import DOCTOR  # noqa: E402
+from utils.measure.verdict import memory_advice  # noqa: E402
 
 MFU = 0.4  # what a step reaches of the peak, more or less
 

@@ -30,11 +30,11 @@ from benchmarks.record import write_record
 from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention
-from utils.config_reader import load_config
-from utils.sample_data import write_shape
-from utils.start import join
-from utils.weather_data import WeatherData
-from utils.world import World
+from utils.config.reader import load_config
+from utils.data.dataset import WeatherData
+from utils.ranks.start import join
+from utils.ranks.world import World
+from utils.sample_data.write import write_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {

@@ -34,11 +34,11 @@ from benchmarks.call import all_devices, call, check_place, end_on_signals, laun
 from benchmarks.ladder_runs import Runs, evaluate, standard_error, why_not  # noqa: E402
 from benchmarks.record import device_name  # noqa: E402
 from benchmarks.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
-from utils.config import Config  # noqa: E402
-from utils.config_reader import load_config  # noqa: E402
+from utils.config.reader import load_config  # noqa: E402
+from utils.config.settings import Config  # noqa: E402
+from utils.data.dataset import WeatherData  # noqa: E402
 from utils.device import cores_in_reach  # noqa: E402
 from utils.files import read_events  # noqa: E402
-from utils.weather_data import WeatherData  # noqa: E402
 
 PAGE = ROOT / "docs/ladder.md"
 EPOCHS = 2

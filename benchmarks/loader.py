@@ -34,13 +34,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.data import path_flags, train_here
 from benchmarks.record import write_record
-from utils.batches import Reading, Samples
-from utils.era5 import Files
-from utils.frame_reader import FrameReader
-from utils.loader import Loader
-from utils.order import SampleOrder
-from utils.sample_data import write_shape
-from utils.to_device import Normaliser
+from utils.data.batches import Reading, Samples
+from utils.data.files import Files
+from utils.data.frames import FrameReader
+from utils.data.loader import Loader
+from utils.data.order import SampleOrder
+from utils.data.to_device import Normaliser
+from utils.sample_data.write import write_shape
 
 SHAPE, B, SAMPLES = (20, 360, 720), 4, 25  # 24 pairs: six batches an epoch
 LAYOUTS = ("contiguous", "chunked", "gzip", "blosc2", "float16")
@@ -141,7 +141,7 @@ class Normalised:
 
 def dali(files: Files, order: SampleOrder) -> Loader:
     """Return the DALI loader; it normalises, too."""
-    from utils.data_loader_dali import DaliLoader
+    from utils.data.loader_dali import DaliLoader
 
     stats = ((np.zeros(SHAPE[0]), np.ones(SHAPE[0])),) * 2
     return DaliLoader(samples_of(files), order, Reading(1), stats, torch.device("cpu"))

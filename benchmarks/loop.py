@@ -12,8 +12,8 @@ import train
 from benchmarks.bench import REFERENCE
 from benchmarks.data import path_flags, train_here
 from utils.observers import EpochRecord, Observer
-from utils.run import Run
-from utils.sample_data import write_shape
+from utils.run.run import Run
+from utils.sample_data.write import write_shape
 
 
 class BareSteps(Observer):

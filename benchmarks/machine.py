@@ -14,9 +14,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from utils.config import Config
+from utils.config.settings import Config
+from utils.data.dataset import WeatherData
 from utils.device import cores_in_reach, has_bf16
-from utils.weather_data import WeatherData
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES = Path("/sys/devices/system/node")

@@ -18,13 +18,13 @@ import torch
 
 from benchmarks.bench import Bench
 from benchmarks.record import write_record
-from utils import timeline
+from utils import spans as timeline
 from utils.device import synchronize
-from utils.start import join
-from utils.step_profile import StepProfiler
-from utils.system_watch import SystemWatch
-from utils.timeline import span
-from utils.world import World
+from utils.measure.machine import SystemWatch
+from utils.measure.step_profile import StepProfiler
+from utils.ranks.start import join
+from utils.ranks.world import World
+from utils.spans import span
 
 SMALL = ["--config=demo", "--local_batch_size=8", "--plot_channels=None"]
 PAIRS, STEPS = 24, 20

@@ -35,9 +35,9 @@ from networks.attention import check_attention
 from train import AMP_DTYPE, build_model, build_optimizer, forward_backward
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
-from utils.config import Config
-from utils.config_reader import load_config
-from utils.fields import Fields
+from utils.config.reader import load_config
+from utils.config.settings import Config
+from utils.data.fields import Fields
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
 TP4, CP4, PLAIN, ULYSSES = (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from utils.comm import Grid
 from utils.compiler import GRAPH_MODES
-from utils.config import Config
+from utils.config.settings import Config
 
 # DistributedDataParallel looks at its own timing in its first ten iterations (PyTorch's notes on CUDA graphs).
 DDP_WARMUP = 11

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from distributed.mappings import reduce
 from utils.comm import Grid
-from utils.timeline import communication, span
+from utils.spans import communication, span
 
 
 def sliced_dims(model: nn.Module) -> dict[nn.Parameter, int]:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.timeline import communication
+from utils.spans import communication
 
 Group = dist.ProcessGroup
 # PyTorch 2.13 renamed them; the old names warn there.

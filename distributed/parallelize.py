@@ -10,9 +10,9 @@ from torch import Tensor
 from distributed.layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear, SharedDropPath
 from networks.vit import DropPath, ViT
 from utils.comm import Grid, places
-from utils.config import Config
-from utils.frame_sharing import FrameSharing
-from utils.token_shard import TokenShard
+from utils.config.settings import Config
+from utils.data.frame_sharing import FrameSharing
+from utils.data.token_shard import TokenShard
 
 
 def check_parallel(config: Config, grid: Grid) -> None:

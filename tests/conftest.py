@@ -6,7 +6,7 @@ import contextlib  # noqa: E402
 import sqlite3  # noqa: E402, F401  (before eccodes, which brings an old library of that name: MLflow refuses it)
 
 with contextlib.suppress(ImportError):
-    import cartopy.crs  # noqa: F401  (before eccodes, too: see utils/projections.py)
+    import cartopy.crs  # noqa: F401  (before eccodes, too: see utils/forecast/projections.py)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -9,7 +9,7 @@ import sys
 import torch
 
 import train
-from utils.start import start
+from utils.ranks.start import start
 
 dtype, path, *argv = sys.argv[1:]
 torch.set_default_dtype(getattr(torch, dtype))

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import train
-from utils.start import start
+from utils.ranks.start import start
 
 cases, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2] + os.environ["RANK"])
 sys.argv = ["train.py"]

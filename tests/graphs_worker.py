@@ -9,8 +9,8 @@ from functools import partial
 import train_mp
 import train_mp_graphs
 from tests.recorded_graph import RecordedGraph
-from utils.start import start
-from utils.world import World
+from utils.ranks.start import start
+from utils.ranks.world import World
 
 capture = partial(train_mp_graphs.capture, graph=RecordedGraph)
 

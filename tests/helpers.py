@@ -137,7 +137,7 @@ def run_here(argv: list[str], main=None, name: str = "1GPU") -> Path:
 
 def call_here(main, argv: list[str]) -> None:
     """Call the main of a script in this process, a group of one."""
-    from utils.world import World
+    from utils.ranks.world import World
 
     with group_of_one():
         main(World(), argv)
@@ -146,9 +146,9 @@ def call_here(main, argv: list[str]) -> None:
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
     """Let this process be the only rank; signals do afterwards what they did before."""
-    from utils.start import join
-    from utils.stop import SIGNALS
-    from utils.world import World
+    from utils.ranks.start import join
+    from utils.ranks.stop import SIGNALS
+    from utils.ranks.world import World
 
     join(World())
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

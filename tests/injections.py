@@ -11,10 +11,10 @@ from typing import BinaryIO
 
 import torch
 
-from utils import checkpoint
+from utils.checkpoint import store as checkpoint
 from utils.observers import Observer
-from utils.run import Run
-from utils.saving import Saving
+from utils.run.run import Run
+from utils.run.saving import Saving
 
 # On the ranks: each looks at the run, or is called on every rank before it starts.
 

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from tests.helpers import SERVER, clean_environment, free_port, records, run_folder, tiny_flags
 from tests.injections import At, Fault, Send
-from utils import checkpoint
+from utils.checkpoint import store as checkpoint
 from utils.observers import Observer
-from utils.run_logger import RunLogger
+from utils.record.run_logger import RunLogger
 
 
 @dataclass(frozen=True)

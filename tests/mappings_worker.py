@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from distributed import mappings
-from utils.start import join
-from utils.world import World
+from utils.ranks.start import join
+from utils.ranks.world import World
 
 rank = int(os.environ["RANK"])
 join(World(rank, 2, rank, "127.0.0.1", int(os.environ["MASTER_PORT"])))

@@ -116,9 +116,9 @@ MUTATIONS = [
         "total=lambda x: reduce(reduce(x, shard.group), shard.group)",
         "loss: tokens summed twice",
     ),
-    ("utils/token_shard.py", "dist.all_reduce(values, group=self.group)", "pass", "metrics: a rank's tokens only"),
+    ("utils/data/token_shard.py", "dist.all_reduce(values, group=self.group)", "pass", "metrics: a rank's tokens only"),
     (
-        "utils/token_shard.py",
+        "utils/data/token_shard.py",
         "dist.all_reduce(values, group=self.group)",
         "[dist.all_reduce(values, group=self.group) for _ in range(2)]",
         "metrics: summed twice over the tokens",
@@ -130,9 +130,9 @@ MUTATIONS = [
         "[dist.all_reduce(self.sums, group=self.group) for _ in range(2)]",
         "metrics: samples counted twice",
     ),
-    ("utils/records.py", "dist.all_reduce(losses)", "pass", "recorded loss: this rank's samples only"),
+    ("utils/record/steps.py", "dist.all_reduce(losses)", "pass", "recorded loss: this rank's samples only"),
     (
-        "utils/records.py",
+        "utils/record/steps.py",
         "dist.all_reduce(losses)",
         "[dist.all_reduce(losses) for _ in range(2)]",
         "recorded loss: summed twice",

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from distributed.parallelize import shard_tokens, share_frames
 from tests.helpers import tiny_flags
 from utils.comm import Grid
-from utils.config_reader import load_config
-from utils.frame_reader import FrameReader
-from utils.start import join
-from utils.weather_data import WeatherData
-from utils.world import find_world
+from utils.config.reader import load_config
+from utils.data.dataset import WeatherData
+from utils.data.frames import FrameReader
+from utils.ranks.start import join
+from utils.ranks.world import find_world
 
 
 def main(folder: str, *flags: str) -> None:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.helpers import run_folder, tiny_flags, write_data  # noqa: E402
 from tests.interruptions import Grid, Ranks, check_equal, in_dtype, newest_iteration, worst_error  # noqa: E402
-from utils import checkpoint  # noqa: E402
+from utils.checkpoint import store as checkpoint  # noqa: E402
 
 HOME = [Grid(1), Grid(2), Grid(1, 2, 2)]
 WANDERING = [Grid(1, 1, 1), Grid(2, 1, 1), Grid(1, 2, 1), Grid(1, 1, 2), Grid(1, 2, 2), Grid(2, 2, 1)]

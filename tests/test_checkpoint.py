@@ -12,11 +12,13 @@ import torch
 import train
 import train_mp
 from tests.helpers import ROOT, losses, records, resume_here, run_folder, run_here, tiny_flags
-from utils import checkpoint, weights
-from utils.config_reader import load_config
+from utils.checkpoint import store as checkpoint
+from utils.checkpoint import weights
+from utils.checkpoint.__main__ import main as checkpoint_main
+from utils.checkpoint.state import host_memory
+from utils.config.reader import load_config
 from utils.errors import Ended
-from utils.run_folder import lock_run, open_run_folder
-from utils.training_state import host_memory
+from utils.run.folder import lock_run, open_run_folder
 
 FLAGS = ("--num_iters", "6", "--checkpoint_every", "2")  # two iterations an epoch
 
@@ -255,7 +257,7 @@ def test_without_a_readable_checkpoint_nothing_begins(tiny, damage):
 def test_a_folder_in_use_is_refused(tiny):
     """Two jobs that go on with one run would write over each other's checkpoints."""
     folder = run_here(tiny_flags(tiny, *FLAGS))
-    hold = "import sys; from utils.config_reader import load_config; from utils.run_folder import open_run_folder\n"
+    hold = "import sys; from utils.config.reader import load_config; from utils.run.folder import open_run_folder\n"
     hold += "f = open_run_folder(load_config(sys.argv[1:])[0], ''); print('held', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", hold, *tiny_flags(tiny, *FLAGS, "--resume=auto")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -273,7 +275,7 @@ def test_a_job_that_goes_on_holds_its_folder(tiny, monkeypatch):
     folder = run_here(tiny_flags(tiny, *FLAGS))
     config = load_config(tiny_flags(tiny, *FLAGS, "--resume", "auto"))[0].with_batches(1)
     with open_run_folder(config, "1GPU")[1]:
-        take = "import sys, pathlib, utils.run_folder as f; f.lock_run(pathlib.Path(sys.argv[1]))"
+        take = "import sys, pathlib, utils.run.folder as f; f.lock_run(pathlib.Path(sys.argv[1]))"
         done = subprocess.run([sys.executable, "-c", take, str(folder)], capture_output=True, text=True, cwd=ROOT)
         assert "is in use by job 12, process" in done.stderr
 
@@ -300,18 +302,18 @@ def test_weights_leave_a_run_and_begin_another(tiny, script, name):
 
 def test_the_best_weights(soon_best, tiny, capsys):
     folder = soon_best
-    assert weights.main(["export", str(folder), str(tiny / "w.pt"), "--best"]) == 0
+    assert checkpoint_main(["export", str(folder), str(tiny / "w.pt"), "--best"]) == 0
     assert "00000002-validated: wrote" in capsys.readouterr().out
     (folder / "checkpoints/00000004-validated/__0_0.distcp").unlink()
-    assert weights.main(["inspect", str(folder)]) == 0
+    assert checkpoint_main(["inspect", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == names(folder) and lines[0].endswith("; finished")
     assert "damaged: " in lines[1] and "the best, with a validation loss of " in lines[2]
-    assert weights.main(["inspect", str(folder / "checkpoints/00000002-validated")]) == 0
+    assert checkpoint_main(["inspect", str(folder / "checkpoints/00000002-validated")]) == 0
     assert "model.blocks.0.attn.qkv.weight " in (out := capsys.readouterr().out) and "[3, 32, 32]" in out
-    assert weights.main(["export", str(tiny), str(tiny / "w.pt")]) == 2
+    assert checkpoint_main(["export", str(tiny), str(tiny / "w.pt")]) == 2
     assert "has no complete checkpoint: give the folder" in capsys.readouterr().err
-    assert weights.main(["export", str(folder), str(tiny / "no/w.pt")]) == 2
+    assert checkpoint_main(["export", str(folder), str(tiny / "no/w.pt")]) == 2
     assert "give another file" in capsys.readouterr().err
 
 

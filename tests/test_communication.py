@@ -17,7 +17,7 @@ from tests.helpers import ROOT, tiny_flags
 from train import data_parallel, forward_backward
 from train_mp import make_step
 from utils.comm import Grid
-from utils.config_reader import load_config
+from utils.config.reader import load_config
 
 DEPTH, DIM, BATCH, TOKENS = 2, 32, 3, 32  # of the tiny model below
 BLOCK_REPLICAS = 6 * DIM  # two norms, the biases of proj and fc2

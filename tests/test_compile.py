@@ -10,7 +10,7 @@ import train
 import train_mp
 from tests.helpers import losses, run_here, tiny_flags
 from utils.compiler import check_compiler
-from utils.config import Config
+from utils.config.settings import Config
 
 
 @pytest.mark.slow

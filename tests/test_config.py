@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tests.helpers import ROOT
-from utils.config import AFFECTS, FIELDS, Config, key
-from utils.config_reader import load_config
-from utils.run_folder import check_same_training
+from utils.config.reader import load_config
+from utils.config.settings import AFFECTS, FIELDS, Config, key
+from utils.run.folder import check_same_training
 
 # The tutorial's sections: what each sets, beside what it inherits.
 OPT = dict(data_loader_config="dali", num_data_workers=8, amp_mode="fp16", enable_jit=True, enable_fused=True)

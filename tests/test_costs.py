@@ -12,13 +12,13 @@ from torch.profiler import ProfilerActivity
 import train
 from benchmarks.bench import Bench
 from tests.helpers import losses, records, run_here, tiny_flags
-from utils.config_reader import load_config
-from utils.memory_timeline import memory_blocks, memory_moments, most_of_parts, parts_at_peak, timeline
-from utils.model_summary import summarise, summary_table
-from utils.step_profile import EMPTY, EMPTY_CALLS, StepProfiler, activities, covered, own_times, read_trace
-from utils.system_watch import SystemWatch
-from utils.timeline import span
-from utils.weather_data import WeatherData
+from utils.config.reader import load_config
+from utils.data.dataset import WeatherData
+from utils.measure.layers import summarise, summary_table
+from utils.measure.machine import SystemWatch
+from utils.measure.memory_timeline import memory_blocks, memory_moments, most_of_parts, parts_at_peak, timeline
+from utils.measure.step_profile import EMPTY, EMPTY_CALLS, StepProfiler, activities, covered, own_times, read_trace
+from utils.spans import span
 
 SMALL = ["--config=demo", "--img_size", "32", "64", "--embed_dim=96", "--depth=2", "--num_heads=3", "--residual"]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.helpers import STEP, fields, tiny_flags, write_data, write_file
-from utils.config_reader import load_config
-from utils.era5 import ERA5_CHANNELS, Files, channel_indices, check_crop, load_stats
-from utils.order import epoch_order, shard
-from utils.weather_data import WeatherData
+from utils.config.reader import load_config
+from utils.data.dataset import WeatherData
+from utils.data.files import ERA5_CHANNELS, Files, channel_indices, check_crop, load_stats
+from utils.data.order import epoch_order, shard
 
 
 def weather(folder, *flags, ranks=1, rank=0):

@@ -8,9 +8,9 @@ import pytest
 from docs import make
 from tests.helpers import ROOT
 from tests.readme_commands import PAGES as CHAPTERS
-from utils.config import FIELDS
-from utils.config_reader import load_config
-from utils.forecast_settings import EVALUATION, FLAGS
+from utils.config.reader import load_config
+from utils.config.settings import FIELDS
+from utils.forecast.settings import EVALUATION, FLAGS
 
 IN_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 

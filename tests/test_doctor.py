@@ -14,9 +14,9 @@ from benchmarks import doctor, machine
 from benchmarks.doctor import memory, read_speed, storage, values
 from benchmarks.machine import Line, cores, cpu_list, limits, versions
 from tests.helpers import ROOT, clean_environment, tiny_flags
-from utils.config import Config
-from utils.config_reader import load_config
-from utils.weather_data import WeatherData
+from utils.config.reader import load_config
+from utils.config.settings import Config
+from utils.data.dataset import WeatherData
 
 GIB = 2**30
 

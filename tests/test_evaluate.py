@@ -19,7 +19,8 @@ import evaluate
 from networks.vit import ViT
 from tests.evaluations import NAMES, evaluated, flags, refused, row_weights, truth, write_climatology
 from tests.helpers import ROOT, STEP, call_here, clean_environment, fields, run_here, run_ranks, tiny_flags, write_file
-from utils import checkpoint, weights
+from utils.checkpoint import store as checkpoint
+from utils.checkpoint import weights
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +295,7 @@ def test_the_best_checkpoint_and_one_kind_of_weights(trained, tmp_path, result):
 
 
 def test_large_maps_are_thinned(trained, result, tmp_path):
-    with mock.patch("utils.forecast_data.LARGEST_MAP", 16):
+    with mock.patch("utils.forecast.data.LARGEST_MAP", 16):
         evaluated(trained, tmp_path, "--stride", "10")
     thin, whole = (np.load(path / "kept/000000.npz")["maps"] for path in (tmp_path, result[0]))
     np.testing.assert_array_equal(thin[:, :, 0], whole[:, :, 0, ::2, ::2])

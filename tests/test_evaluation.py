@@ -27,15 +27,15 @@ from tests.helpers import (
     tiny_flags,
     write_file,
 )
-from utils import checkpoint
-from utils.config import Config
-from utils.era5 import Files
+from utils.checkpoint import store as checkpoint
+from utils.config.settings import Config
+from utils.data.files import Files
 from utils.errors import Ended, ReadError
-from utils.evaluation import seen, share_out
-from utils.forecast_data import ForecastData
-from utils.forecast_settings import Evaluation, load_evaluation
-from utils.forecast_store import ForecastStore
-from utils.run_folder import lock_run
+from utils.forecast.data import ForecastData
+from utils.forecast.evaluation import seen, share_out
+from utils.forecast.settings import Evaluation, load_evaluation
+from utils.forecast.store import ForecastStore
+from utils.run.folder import lock_run
 
 SIZE = 2 * 4 * 3 * 16 * 32 * 4 / 1e9  # GB of a forecast: models, steps, channels, rows, columns, bytes
 
@@ -134,7 +134,7 @@ def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kin
 
 
 def test_a_log_without_a_progress_bar_says_how_far_it_is(trained, tmp_path):
-    with mock.patch("utils.evaluation.SAID_EVERY", 0):
+    with mock.patch("utils.forecast.evaluation.SAID_EVERY", 0):
         evaluated(trained, tmp_path / "out", "--local_batch_size", "2", "--stride", "4", "--forecasts", "netcdf")
     log = (tmp_path / "out/out.log").read_text()
     assert "1 of 3 batches of forecasts" in log and "2 of 3" in log
@@ -143,7 +143,7 @@ def test_a_log_without_a_progress_bar_says_how_far_it_is(trained, tmp_path):
 
 def test_who_comes_second_changes_nothing(tmp_path):
     """Two evaluations of other settings that begin in one folder at once, before and after the first writes."""
-    code = "import sys; from pathlib import Path; from utils.forecast_store import ForecastStore\n"
+    code = "import sys; from pathlib import Path; from utils.forecast.store import ForecastStore\n"
     code += "ForecastStore(Path(sys.argv[1]), 3).open({'stride': 2})"
     new, begun = (ForecastStore(tmp_path / name, 3) for name in ("new", "begun"))
     new.folder.mkdir()
@@ -172,7 +172,7 @@ def test_two_evaluations_do_not_share_a_folder(trained, tmp_path):
         raise Ended(0)
 
     (tmp_path / "out/kept/000000.npz").unlink()  # the same again: it goes on
-    with mock.patch("utils.judge.Judge.keep", keep), pytest.raises(Ended):
+    with mock.patch("utils.forecast.judge.Judge.keep", keep), pytest.raises(Ended):
         evaluated(trained, tmp_path / "out", "--stride", "10")
     assert "is in use by process" in lines[0] and "choose another folder with --out" in lines[0]
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import fields, write_file
-from utils.era5 import Files
+from utils.data.files import Files
+from utils.data.frames import FrameReader, OpenFiles, consecutive
+from utils.data.token_shard import TokenShard
 from utils.errors import ReadError
-from utils.frame_reader import FrameReader, OpenFiles, consecutive
-from utils.token_shard import TokenShard
 
 
 def reader(folder, channels, rows, columns):

@@ -26,11 +26,11 @@ from tests.helpers import (
     write_file,
 )
 from tests.test_timeline import check_times
-from utils.config_reader import load_config
+from utils.checkpoint.state import TrainingState
+from utils.config.reader import load_config
+from utils.data.dataset import WeatherData
 from utils.device import EXPANDABLE, allocator_settings, allow_tf32, peak_flops, pick_device
 from utils.observers import Observer
-from utils.training_state import TrainingState
-from utils.weather_data import WeatherData
 
 pytestmark = pytest.mark.gpu
 

@@ -16,10 +16,10 @@ from benchmarks import doctor, ladder
 from benchmarks.bench import Bench
 from tests.helpers import ROOT, clean_environment, losses, run_folder, run_here, tiny_flags, wait_until
 from tests.test_timeline import check_times
-from utils.memory_timeline import parts_at_peak
-from utils.step_profile import StepProfiler
-from utils.system_watch import SystemWatch
-from utils.timeline import span
+from utils.measure.machine import SystemWatch
+from utils.measure.memory_timeline import parts_at_peak
+from utils.measure.step_profile import StepProfiler
+from utils.spans import span
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ from distributed.helpers import GridScaler
 from tests.helpers import ROOT, losses, norms, resume_here, run_folder, run_here, run_ranks, tiny_flags
 from tests.recorded_graph import RecordedGraph
 from utils.comm import Grid
-from utils.config_reader import load_config
+from utils.config.reader import load_config
 
 WARMUP = 3
 

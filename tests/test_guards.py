@@ -15,10 +15,11 @@ import torch
 from tests.helpers import losses, norms, records, run_folder, run_here, run_ranks, tiny_flags
 from tests.injections import At, Send
 from tests.interruptions import FLAGS, Grid, Ranks, in_dtype, undisturbed
-from utils import checkpoint, nonfinite
-from utils.config_reader import load_config
-from utils.nonfinite import NonfiniteGuard
-from utils.run import Run
+from utils.checkpoint import store as checkpoint
+from utils.config.reader import load_config
+from utils.run import nonfinite
+from utils.run.nonfinite import NonfiniteGuard
+from utils.run.run import Run
 
 
 def spoil(folder, sample: int) -> None:
@@ -124,7 +125,7 @@ def test_a_rank_that_waits_too_long_says_where(tiny):
 def test_a_group_is_waited_for_as_long_as_a_collective():
     """NCCL's ranks exchange an address through the store of all ranks before their first collective."""
     code = (
-        "import datetime, types, torch.distributed as dist; from utils.start import start\n"
+        "import datetime, types, torch.distributed as dist; from utils.ranks.start import start\n"
         "wait = lambda world, argv: dist.distributed_c10d._get_default_store().get('an address that nobody gives')\n"
         "start(wait, [], lambda argv: [types.SimpleNamespace(longest_wait=datetime.timedelta(seconds=8))])"
     )

@@ -13,8 +13,8 @@ import torch
 from tests.helpers import run_folder, tiny_flags, wait_until, write_data
 from tests.injections import FAULTS, KILL, At, Fault, InSave, InValidation, Send
 from tests.interruptions import FLAGS, GRIDS, Grid, Ranks, check_equal, disturbed, moved, undisturbed, worst_error
-from utils import checkpoint
-from utils.saving import Saving
+from utils.checkpoint import store as checkpoint
+from utils.run.saving import Saving
 
 # Each fault on one grid here, and all on all in fault_matrix.py.
 LOST = "00000008 was not written ("

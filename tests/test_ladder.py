@@ -19,7 +19,7 @@ from benchmarks.call import call, end_on_signals, reason
 from benchmarks.ladder_runs import Runs, evaluate, standard_error
 from benchmarks.rungs import DATA_PARALLEL, all_rungs, chosen, lacks
 from tests.helpers import ROOT, is_running, losses, run_folder, run_here, tiny_flags, wait_until
-from utils import start
+from utils.ranks import start
 
 RUNGS = all_rungs(4, 8)
 

@@ -13,7 +13,7 @@ import termios
 import pytest
 
 from tests.helpers import ROOT, clean_environment, free_port, run_ranks, tiny_flags
-from utils.world import World, _first_host, find_world
+from utils.ranks.world import World, _first_host, find_world
 
 PLAIN = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node7", MASTER_PORT="1234")
 MPI = dict(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1")
@@ -110,7 +110,7 @@ def test_a_rank_that_finds_nobody_says_where(rank):
 def test_ranks_wait_for_a_late_one_longer_than_for_a_collective():
     """Until all have joined `comm_timeout` does not count."""
     code = (
-        "import datetime, os, time, types, torch, torch.distributed as dist; from utils.start import start\n"
+        "import datetime, os, time, types, torch, torch.distributed as dist; from utils.ranks.start import start\n"
         "time.sleep(9 * (os.environ['RANK'] == '2'))\n"
         "start(lambda world, argv: dist.barrier(), [], lambda argv: [types.SimpleNamespace("
         "longest_wait=datetime.timedelta(seconds=5))])"
@@ -133,7 +133,7 @@ def test_torchrun_trains_and_an_error_is_printed_once(tiny):
 def test_an_error_on_one_rank_ends_all(tiny):
     """A rank that alone cannot read its data says so through rank 0, and no rank waits for it."""
     code = (
-        "import sys, os; from utils.agree import *; from utils.start import *\n"
+        "import sys, os; from utils.ranks.agree import *; from utils.ranks.start import *\n"
         "def main(world, argv):\n"
         "    with all_ranks_agree():\n"
         "        if world.rank == 1: raise OSError('no such disk')\n"

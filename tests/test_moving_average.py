@@ -7,11 +7,12 @@ import torch
 
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
-from utils import checkpoint
-from utils import weights as weights_file
-from utils.config_reader import load_config
+from utils.checkpoint import store as checkpoint
+from utils.checkpoint import weights as weights_file
+from utils.checkpoint.__main__ import main as checkpoint_main
+from utils.config.reader import load_config
 from utils.errors import Ended
-from utils.saving import Saving
+from utils.run.saving import Saving
 
 DECAY = 0.4  # reached after five steps: (1 + t) / (10 + t)
 AVERAGED = ["--ema_decay", str(DECAY), "--num_iters", "8", "--checkpoint_every", "1", "--keep_checkpoints", "99"]
@@ -78,7 +79,7 @@ def test_it_is_validated_beside_the_weights_and_can_be_exported(tiny, tmp_path):
     assert "  Avg val loss of the moving average=" in (folder / "out.log").read_text()
     for options, key in (([], "valid_loss"), (["--ema"], "valid_loss_ema")):
         file = tmp_path / "weights.pt"
-        assert weights_file.main(["export", str(folder), str(file), *options]) == 0
+        assert checkpoint_main(["export", str(folder), str(file), *options]) == 0
         still = ["--lr", "0", "--num_iters", "1", "--init_from", str(file), "--run_num", "still"]
         assert records(run_here(tiny_flags(tiny, *still)), "epoch")[-1]["valid_loss"] == pytest.approx(
             last[key], rel=1e-6

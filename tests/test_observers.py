@@ -11,13 +11,15 @@ from torch.profiler import profile
 
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags, wait_until
-from utils import profiles, run_costs, step_profile, system_watch
 from utils.errors import Ended
-from utils.run_costs import RunCosts
-from utils.step_profile import StepProfiler
-from utils.stop import StopRequests
-from utils.system_watch import SystemWatch
-from utils.torch_profile import TorchProfile
+from utils.measure import costs as run_costs
+from utils.measure import machine as system_watch
+from utils.measure import profiles, step_profile
+from utils.measure.costs import RunCosts
+from utils.measure.machine import SystemWatch
+from utils.measure.step_profile import StepProfiler
+from utils.measure.traces import TorchProfile
+from utils.ranks.stop import StopRequests
 
 FULL = OSError(28, "No space left on device")
 TRACED = ["--profile", "torch", "--profile_steps", "1", "0", "1"]
@@ -94,7 +96,7 @@ def test_a_run_that_stops_in_its_profiled_step(tiny):
 
     with (
         mock.patch.object(train, "forward_backward", one_step),
-        mock.patch("utils.stop.StopRequests.agree", lambda self: (len(steps) == 2, False)),
+        mock.patch("utils.ranks.stop.StopRequests.agree", lambda self: (len(steps) == 2, False)),
         pytest.raises(Ended),
     ):
         run_here(argv)
@@ -121,7 +123,7 @@ def test_short_runs(tiny, flags):
 def test_a_run_that_only_validates(tiny):
     """It was stopped between an epoch and its validation: nothing of this process is training."""
     argv = tiny_flags(tiny, "--report", "--num_iters", "2")
-    with mock.patch("utils.run.Run.after_epoch", failing(Ended(75))), pytest.raises(Ended):
+    with mock.patch("utils.run.run.Run.after_epoch", failing(Ended(75))), pytest.raises(Ended):
         run_here([*argv, "--checkpoint_every", "1"])
     folder = run_here([*argv, "--resume", "auto", "--checkpoint_every", "1"])
     assert "DONE ---- rank 0" in (folder / "out.log").read_text()

@@ -26,9 +26,9 @@ from tests.helpers import (
 )
 from tests.mutations import MUTATIONS
 from utils.comm import Grid, rank_groups
-from utils.config_reader import load_config
-from utils.frame_sharing import FrameSharing
-from utils.token_shard import TokenShard
+from utils.config.reader import load_config
+from utils.data.frame_sharing import FrameSharing
+from utils.data.token_shard import TokenShard
 
 
 def test_groups_of_the_worked_example():

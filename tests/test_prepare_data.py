@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import ERA5, ROOT, clean_environment, fields, losses, run_here, write_data, write_file
-from utils import prepare_data
-from utils.archive import Archive, Piece, find
-from utils.data_check import check
-from utils.prepare_data import main
+from utils.prepare_data import prepare as prepare_data
+from utils.prepare_data.archive import Archive, Piece, find
+from utils.prepare_data.check import check
+from utils.prepare_data.prepare import main
 
 xarray = pytest.importorskip("xarray", reason="xarray is not installed: pip install -r requirements-prepare.txt")
 

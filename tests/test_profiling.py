@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from utils.config import Config
+from utils.config.settings import Config
 from utils.device import known_device, peak_flops, peak_memory_gb
 from utils.plots import forecast_figure, render
-from utils.run_folder import make_run_folder
+from utils.run.folder import make_run_folder
 
 
 @pytest.mark.parametrize(

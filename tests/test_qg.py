@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.qg import CHANNELS, DAY, DEFORMATION_RADIUS, OMEGA, RADIUS, SphericalHarmonics, TwoLayerQG
-from utils.sample_data import one_thread
+from utils.sample_data.qg import CHANNELS, DAY, DEFORMATION_RADIUS, OMEGA, RADIUS, SphericalHarmonics, TwoLayerQG
+from utils.sample_data.write import one_thread
 
 
 @pytest.fixture(autouse=True)

@@ -25,10 +25,10 @@ from tests.helpers import (
     write_data,
 )
 from tests.test_data_loader import read, weather
+from utils.data.frames import FrameReader
+from utils.data.read_ahead import Read, ReadAhead
+from utils.data.read_worker import ReaderProcess
 from utils.errors import ReadError
-from utils.frame_reader import FrameReader
-from utils.read_ahead import Read, ReadAhead
-from utils.read_worker import ReaderProcess
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def processes(monkeypatch):
             super().__init__(*args)
             started.append(self.process)
 
-    monkeypatch.setattr("utils.batches.ReaderProcess", Kept)
+    monkeypatch.setattr("utils.data.batches.ReaderProcess", Kept)
     return started
 
 
@@ -221,7 +221,7 @@ def test_buffers_that_do_not_fit_are_refused(tiny, monkeypatch):
 
 
 def test_more_than_the_memory_there_is_is_refused(tiny, monkeypatch):
-    monkeypatch.setattr("utils.batch_ring.available", lambda: 1000)
+    monkeypatch.setattr("utils.data.ring.available", lambda: 1000)
     with pytest.raises(OSError, match="do not fit into memory .Cannot allocate memory"):
         weather(tiny)
 
@@ -250,7 +250,7 @@ def test_after_an_error_an_epoch_can_be_read_again(folder):
 def test_a_run_whose_file_breaks_ends_with_one_line(folder, workers):
     """The second epoch finds a file that is shorter than at the start."""
     code = (
-        "import sys, os, glob, train; from utils.start import start; from utils.observers import Observer\n"
+        "import sys, os, glob, train; from utils.ranks.start import start; from utils.observers import Observer\n"
         "class Cut(Observer):\n    def after_epoch(self, *_):\n"
         f"        [os.truncate(path, 2500) for path in glob.glob({str(folder)!r} + '/train/*')]\n"
         "start(lambda *args: train.main(*args, [Cut()]), sys.argv[1:])"
@@ -267,7 +267,7 @@ def test_a_run_whose_file_breaks_ends_with_one_line(folder, workers):
 def test_a_file_that_breaks_on_one_rank_ends_all(tiny):
     """The rank that meets it says so; the others end, too, and do not wait for it."""
     code = (
-        "import os, sys, train; from utils.start import start; from utils.frame_reader import FrameReader\n"
+        "import os, sys, train; from utils.ranks.start import start; from utils.data.frames import FrameReader\n"
         "from utils.observers import Observer\n"
         "def gone(*_): raise OSError('gone')\n"
         "class Cut(Observer):\n    def after_epoch(self, *_):\n"

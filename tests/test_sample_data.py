@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from utils.qg import CHANNELS, SphericalHarmonics, TwoLayerQG
-from utils.sample_data import main, one_thread, write_qg, write_shape
-from utils.unfinished import hidden
+from utils.data.unfinished import hidden
+from utils.sample_data.qg import CHANNELS, SphericalHarmonics, TwoLayerQG
+from utils.sample_data.write import main, one_thread, write_qg, write_shape
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = dict(trajectories=3, samples=4, spinup_days=1, height=16, width=32)

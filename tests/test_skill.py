@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from utils import skill
-from utils.projections import find_projection
+from utils.forecast import skill
+from utils.forecast.projections import find_projection
 
 
 def test_area_weights_are_areas():

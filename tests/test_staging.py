@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import ROOT, losses, run_folder, run_here, run_ranks, tiny_flags
 from tests.test_data_loader import weather
-from utils import staging
+from utils.data import staging
 
 
 def test_a_run_from_copies(tiny, tmp_path, capsys):

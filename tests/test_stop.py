@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 from tests.helpers import group_of_one
-from utils import stop
+from utils.ranks import stop
 
 
 def test_the_clock_asks_for_a_checkpoint_once_an_interval_and_then_for_the_end(monkeypatch):

@@ -11,9 +11,10 @@ import torch
 
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
-from utils import time_report, timeline
+from utils import spans as timeline
 from utils.errors import Ended
-from utils.timeline import Timeline, span
+from utils.measure import time_table as time_report
+from utils.spans import Timeline, span
 
 
 @pytest.fixture

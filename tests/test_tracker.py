@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.helpers import losses, records, run_here, tiny_flags
-from utils import tracker
+from utils.record import mlflow_board as tracker
 
 mlflow = pytest.importorskip("mlflow", reason="needs pip install -r requirements-mlflow.txt")
 

@@ -24,9 +24,9 @@ from tests.helpers import (
     write_data,
     write_file,
 )
-from utils.config import Config
-from utils.config_reader import load_config
-from utils.world import World
+from utils.config.reader import load_config
+from utils.config.settings import Config
+from utils.ranks.world import World
 
 
 def test_learning_rate():
@@ -208,7 +208,7 @@ def test_ranges_of_the_timeline(tiny):
 
 
 def test_profiler_window_opens_in_the_fourth_epoch_on_rank_0(monkeypatch):
-    from utils import clock
+    from utils.measure import clock
 
     opened = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

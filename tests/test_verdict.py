@@ -10,11 +10,11 @@ import torch
 
 from networks.vit import ViT
 from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags
-from utils.advice import table
-from utils.config import Config
+from utils.config.settings import Config
 from utils.device import has_bf16
-from utils.time_report import PARTS
-from utils.verdict import BOUNDS, Measured, advice, memory_advice, verdict
+from utils.measure.advice import table
+from utils.measure.time_table import PARTS
+from utils.measure.verdict import BOUNDS, Measured, advice, memory_advice, verdict
 
 LIGHT = ["--num_iters", "6", "--report", "--checkpoint_every", "None"]
 COMPILED = ["--enable_jit", "--tensor_parallel=2"]

@@ -13,8 +13,8 @@ from collections import Counter
 import torch.distributed as dist
 
 from distributed import mappings
-from utils import timeline
-from utils.start import start
+from utils import spans as timeline
+from utils.ranks.start import start
 
 parts, gradients = Counter(), 0
 

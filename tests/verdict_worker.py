@@ -12,10 +12,10 @@ import torch.distributed as dist
 import train
 from distributed import mappings
 from networks.vit import Block
-from utils.frame_reader import FrameReader
-from utils.start import start
-from utils.step_profile import StepProfiler
-from utils.weather_data import WeatherData
+from utils.data.dataset import WeatherData
+from utils.data.frames import FrameReader
+from utils.measure.step_profile import StepProfiler
+from utils.ranks.start import start
 
 
 def slowed(owner, name, seconds=0.03, times=0):

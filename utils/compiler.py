@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import nn
 
-from utils.config import Config
+from utils.config.settings import Config
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on GPUs
 

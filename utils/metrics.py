@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.loss import relative_l2
-from utils.timeline import span
+from utils.spans import span
 
 Total = Callable[[Tensor], Tensor]
 

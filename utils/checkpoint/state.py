@@ -1,0 +1,176 @@
+"""What training changes, as tensors of the same names and shapes on every grid of ranks.
+
+    model.NAME                     a parameter
+    ema.NAME                       its moving average, with --ema_decay
+    optimizer.NAME.exp_avg ...     what Adam keeps for it
+    random.cpu.RANK  random.cuda.RANK      generators of a rank, not moved to another grid
+    random.NAME                    a generator that draws the same on all ranks
+
+A parameter that holds several matrices, one below the other, is stored with these apart, [3, D, ...]: each is sliced by
+itself. A rank of a tensor parallel group holds a slice of some tensors. It is handed to torch.distributed.checkpoint as
+part of a DTensor, which knows where in the whole tensor the slice lies.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+
+from utils.checkpoint import store as checkpoint
+from utils.ema import MovingAverage
+from utils.ranks.agree import first_message
+
+
+class TrainingState:
+    """The weights, the optimiser and the random numbers of a run, on this rank. (A run keeps the scaler's state.)
+
+    Args:
+        model: the model on this rank, before DDP wraps it.
+        ema_decay: of the moving average of the weights; None for none.
+        stacked: names of the parameters that hold several matrices, one below the other, with their number.
+        generators: those that draw the same on all ranks, by name.
+        slices: the parameters that are cut over the tensor parallel ranks, with the dim, and the group of these ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        ema_decay: float | None = None,
+        stacked: Mapping[str, int] | None = None,
+        generators: Mapping[str, torch.Generator] | None = None,
+        slices: tuple[Mapping[nn.Parameter, int], dist.ProcessGroup | None] = ({}, None),
+    ):
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.average = None if ema_decay is None else MovingAverage(model, ema_decay)
+        self.stacked, self.shared_generators = stacked or {}, generators or {}
+        sliced, self.group = slices
+        self.sliced = {name: sliced[p] for name, p in model.named_parameters() if p in sliced}
+        self.mesh: DeviceMesh | None = None
+        self.host: dict[str, Tensor] = {}  # copies in the host's memory, allocated once
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights, their average and optimiser, by name; views of what the model and the optimiser hold."""
+        init_moments(self.optimizer)
+        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        average = {}
+        if self.average:
+            weights, average = self.average.tensors()
+        found = {f"model.{name}": x for name, x in weights.items()} | {f"ema.{name}": x for name, x in average.items()}
+        for name, p in self.model.named_parameters():
+            for key, value in self.optimizer.state[p].items():
+                found[f"optimizer.{name}.{key}"] = value
+        for name, x in found.items():
+            if x.ndim and (parts := self.stacked.get(_parameter(name))):
+                found[name] = x.unflatten(0, (parts, -1))
+        return found
+
+    def copy_to_host(self) -> None:
+        """Copy everything to the host. On a GPU the copy is launched, and not waited for: see `wait_for_copy`."""
+        random = {name: generator.get_state() for name, generator in self.generators().items()}
+        for name, x in {**self.tensors(), **random}.items():
+            if name not in self.host:
+                self.host[name] = host_memory(x, pin=x.is_cuda)
+            self.host[name].copy_(x, non_blocking=True)
+        self.copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+    def wait_for_copy(self) -> None:
+        """Wait until the copies are on the host; any thread may call this."""
+        if self.copied is not None:
+            torch.cuda.set_device(self.copied.device)  # of this thread: the first GPU belongs to another rank
+            self.copied.synchronize()
+
+    def generators(self) -> dict[str, torch.Generator]:
+        """Return the random number generators, by the names that their states have in a checkpoint."""
+        found = {f"random.{name}": generator for name, generator in self.shared_generators.items()}
+        found[f"random.cpu.{dist.get_rank()}"] = torch.default_generator
+        if torch.cuda.is_initialized():
+            found[f"random.cuda.{dist.get_rank()}"] = torch.cuda.default_generators[torch.cuda.current_device()]
+        return found
+
+    def shards(self) -> dict[str, Tensor]:
+        """Return the host's copies as torch.distributed.checkpoint takes them: slices as parts of DTensors."""
+        self.wait_for_copy()
+        return {name: self._as_shard(name, x) for name, x in self.host.items()}
+
+    def _as_shard(self, name: str, x: Tensor) -> Tensor:
+        parameter = _parameter(name)
+        if parameter not in self.sliced or not x.ndim or dist.get_world_size(self.group) == 1:
+            return x
+        if self.mesh is None:
+            self.mesh = DeviceMesh.from_group(self.group, "cpu")
+        dim = self.sliced[parameter] + (parameter in self.stacked)
+        return DTensor.from_local(x, self.mesh, [Shard(dim)], run_check=False)
+
+    def load(self, folder: Path, same_ranks: bool) -> None:
+        """Set everything to what a checkpoint holds. Raises Unreadable, on all ranks; then nothing has changed.
+
+        Args:
+            same_ranks: each rank does what it did then, and goes on with its random numbers. On another grid a rank
+                begins new ones.
+        """
+        self.copy_to_host()
+        there, generators = self._metadata(folder), self.generators()
+        own = {f"random.{name}" for name in self.shared_generators} | (generators.keys() if same_ranks else set())
+        # Of another kind of device a state has another size.
+        own = {name for name in own if name in there and there[name].size == self.host[name].shape}
+        shards = self.shards()
+        checkpoint.load(folder, {n: x for n, x in shards.items() if n in own or not n.startswith("random.")})
+        for name, x in self.tensors().items():
+            x.copy_(self.host[name])
+        for name in own:
+            generators[name].set_state(self.host[name])
+
+    def _metadata(self, folder: Path) -> dict[str, Any]:
+        """Return what a checkpoint holds. Raises Unreadable, on all ranks."""
+        error, there = None, {}
+        try:
+            there = checkpoint.metadata(folder)
+        except checkpoint.Unreadable as found:
+            error = str(found)
+        if error := first_message(error):
+            raise checkpoint.Unreadable(error)
+        return there
+
+
+def _parameter(name: str) -> str:
+    """Return the name of the parameter that a tensor of a checkpoint belongs to."""
+    kind, _, rest = name.partition(".")
+    return rest.rpartition(".")[0] if kind == "optimizer" else rest
+
+
+def host_memory(x: Tensor, pin: bool) -> Tensor:
+    """Return memory of the host for a copy of x: pinned, if asked to and possible, and nobody waits for the copy."""
+    try:
+        return torch.empty_like(x, device="cpu", pin_memory=pin)
+    except RuntimeError:  # nodes limit how much can be pinned
+        if not pin:
+            raise
+        return torch.empty_like(x, device="cpu")
+
+
+def init_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimiser create what it keeps for each parameter, as zeros, where it has not done so yet.
+
+    It does in its first step: one with gradients and a learning rate of 0 changes nothing else.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
+    if not parameters:
+        return
+    kept = [p.grad for p in parameters], [group["lr"] for group in optimizer.param_groups]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for p, grad in zip(parameters, kept[0]):
+        p.grad = grad
+        for value in optimizer.state[p].values():
+            value.zero_()
+    for group, lr in zip(optimizer.param_groups, kept[1]):
+        group["lr"] = lr

@@ -1,0 +1,167 @@
+"""Checkpoints: all that a run needs to go on, on any number of ranks; complete, or not there at all.
+
+    checkpoints/00000128/               after 128 iterations
+    checkpoints/00000250-validated/     after 250, and a validation
+        *.distcp  .metadata             tensors (utils/checkpoint/state.py), by torch.distributed.checkpoint
+        info.json                       all that is no tensor, and the sizes of these files
+
+Every rank writes its part, aside: into 00000128.part. It is synced to the disk, info.json last, and then renamed.
+"""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from utils.files import complete, part_of, write_text
+
+FORMAT = 1
+INFO = "info.json"
+FAILURES = (Exception, dcp.CheckpointException)  # the second is none of the first
+
+
+class Unreadable(ValueError):
+    """A checkpoint that is damaged or incomplete."""
+
+
+def save(
+    folder: Path,
+    shards: Callable[[], dict[str, Tensor]],
+    info: dict[str, Any],
+    group: dist.ProcessGroup,
+    sync: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a checkpoint; every rank of `group` calls this with its part.
+
+    Raises OSError, on all ranks, if it fails.
+
+    Args:
+        shards: returns this rank's part; called when all ranks are here.
+        sync: called on rank 0 before the checkpoint counts.
+    """
+    part, is_main = part_of(folder), dist.get_rank(group) == 0
+    error = None
+    try:
+        if is_main:
+            remove(folder.parent.glob("*.part"))  # of a process that was killed, of ranks that lost each other
+        _share(None, group)
+        # Copying ahead is for tensors on a GPU: it would wait for the GPU now and then.
+        writer = dcp.FileSystemWriter(part, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
+        dcp.save(shards(), storage_writer=writer, process_group=group)
+        if is_main:
+            sync()
+            _complete(folder, info)
+    except FAILURES as found:  # of any rank: dcp raises on all of them
+        error = reason(found)
+    error = _share(error, group)
+    if error:
+        if is_main:
+            remove([part])
+        raise OSError(error)
+
+
+def _complete(folder: Path, info: dict[str, Any]) -> None:
+    """Give a checkpoint whose tensors are written its info and its name."""
+    part = part_of(folder)
+    sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
+    write_text(part / INFO, json.dumps({"format": FORMAT, **info, "files": sizes}, indent=1))
+    complete(folder)
+
+
+def _share(error: str | None, group: dist.ProcessGroup) -> str | None:
+    """Return the first rank's error, on all ranks."""
+    errors: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    return next(filter(None, errors), None)
+
+
+def reason(error: BaseException) -> str:
+    """Return the cause of an error in one line: dcp's own names every rank with its traceback."""
+    while isinstance(error, dcp.CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """Return the info of a complete checkpoint. Raises Unreadable, with the file at fault, for another one."""
+    try:
+        info = json.loads((folder / INFO).read_text())
+        files = info["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Unreadable(f"{folder} is not complete ({type(error).__name__} in {INFO})") from None
+    for name, size in files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            raise Unreadable(f"{folder / name}: {error.strerror}") from None
+        if found != size:
+            raise Unreadable(f"{folder / name} has {found:,} bytes, not {size:,}")
+    if info["format"] != FORMAT:
+        raise Unreadable(f"{folder} has format {info['format']}, and this code reads {FORMAT}")
+    return info
+
+
+def metadata(folder: Path) -> dict[str, Any]:
+    """Return dcp's description of each tensor, with `size` and `properties.dtype`, by name. Raises Unreadable."""
+    try:
+        return dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except FAILURES as error:  # a damaged file can raise anything
+        raise Unreadable(f"{folder / '.metadata'}: {reason(error)}") from None
+
+
+def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
+    """Fill `shards` in place from a checkpoint of any grid; `alone`, on one process, with whole tensors.
+
+    Raises Unreadable, on all ranks, if it fails.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(shards, storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
+    except FAILURES as error:
+        raise Unreadable(f"{folder}: {reason(error)}") from None
+
+
+def read(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, whole, on one process. Raises Unreadable."""
+    found = {name: x for name, x in metadata(folder).items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in found.items()}
+    load(folder, tensors, alone=True)
+    return tensors
+
+
+def name(iteration: int, is_validated: bool) -> str:
+    """Return the name of a checkpoint's folder. In the order of names, a later one follows an earlier one."""
+    return f"{iteration:08d}" + "-validated" * is_validated
+
+
+def is_name(text: str) -> bool:
+    """Is this the name of a checkpoint's folder?"""
+    return re.fullmatch(r"\d{8,}(-validated)?", text) is not None
+
+
+def find(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, damaged ones too, the newest first."""
+    return sorted((path for path in folder.glob("*") if is_name(path.name)), reverse=True)
+
+
+def set_aside(folders: Iterable[Path]) -> None:
+    """Rename checkpoints that no longer count: to remove them takes time, and half of one must not look like one."""
+    for folder in folders:
+        void = folder.with_name(f"{folder.name}.void")
+        remove([void])
+        folder.rename(void)
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Remove folders with all that is in them."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

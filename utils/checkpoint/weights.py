@@ -1,0 +1,94 @@
+"""The weights alone: of a checkpoint, in a file, in a model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from utils.checkpoint.store import Unreadable, find, is_name, read, read_info, reason
+from utils.files import whole
+
+
+def read_weights(folder: Path, kind: str = "model") -> dict[str, Tensor]:
+    """Return the weights in a checkpoint, or their moving average (`ema`), as a model on one device names them.
+
+    Raises Unreadable.
+    """
+    weights = {name.removeprefix(f"{kind}."): x for name, x in read(folder, f"{kind}.").items()}
+    # Matrices that the model has one below the other lie apart. Checkpoints that do not say which have only these.
+    stacked = read_info(folder).get("stacked", [name for name in weights if ".qkv." in name])
+    return {name: x.flatten(0, 1) if name in stacked else x for name, x in weights.items()}
+
+
+def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> str:
+    """Write the weights of a checkpoint, of a run the newest complete one or the best, to one file; or their average.
+
+    The file is that of `torch.save(model.state_dict())` on a single device: `torch.load(out, weights_only=True)`.
+    Returns a line that says so. Raises ValueError where there is no such checkpoint, or `out` cannot be written.
+    """
+    folder, info = choose(source, best)
+    weights = read_weights(folder, "ema" if ema else "model")
+    if not weights:
+        raise ValueError(
+            f"{folder} holds no moving average of weights: leave --ema out (it takes --ema_decay in training)"
+        )
+    try:
+        with whole(out) as part:
+            torch.save(weights, part)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"cannot write {out} ({reason(error)}): give another file") from None
+    total = sum(x.numel() for x in weights.values())
+    return f"{folder}: wrote {total:,} weights after {info['iteration']} iterations to {out}"
+
+
+def choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint that a path means, with its info. Raises ValueError."""
+    if is_name(source.name):
+        return source, read_info(source)
+    why = "give the folder of a run, or one of its checkpoints"
+    for folder in find(source / "checkpoints"):
+        try:
+            info = read_info(folder)
+        except Unreadable as error:
+            why = str(error)
+            continue
+        if best and info["best"]["name"] is None:
+            raise ValueError(f"{source} was not validated yet: leave --best out")
+        if best and folder.name != info["best"]["name"]:
+            return choose(folder.with_name(info["best"]["name"]), best=False)
+        return folder, info
+    raise ValueError(f"{source} has no complete checkpoint: {why}")
+
+
+def load_weights(model: nn.Module, path: str | None) -> nn.Module:
+    """Set the weights of `model` to those in the file, and return it; without a path they stay as they were drawn.
+
+    Raises ValueError where the file cannot be read, and where its model is another one.
+    """
+    if path is None:
+        return model
+    remedy = "give a file of `python -m utils.checkpoint export`"
+    try:
+        weights = torch.load(Path(path), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"cannot read the weights {path} ({error.strerror}): {remedy}") from None
+    except Exception as error:  # whatever it is, it is no such file
+        raise ValueError(f"{path} holds no weights ({type(error).__name__}): {remedy}") from None
+    if not isinstance(weights, dict) or not weights.keys() & model.state_dict().keys():
+        raise ValueError(f"{path} holds no weights of this model: {remedy}")
+    return set_weights(model, weights, path)
+
+
+def set_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> nn.Module:
+    """Set the weights of `model`, and return it. Raises ValueError where those from `path` are another model's."""
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    for name in dict.fromkeys([*shapes, *weights]):
+        there, here = tuple(weights[name].shape) if name in weights else "not there", shapes.get(name, "not there")
+        if there != here:
+            raise ValueError(
+                f"{name} in {path} is {there}, and in this model {here}: give the configuration of its training "
+                f"(the run's config.yaml has it: --yaml_config, --config)"
+            )
+    model.load_state_dict(weights)
+    return model

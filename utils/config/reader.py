@@ -1,0 +1,221 @@
+"""Read a configuration: its defaults, then a section of a YAML file, then the command line."""
+
+import argparse
+import contextlib
+import difflib
+import math
+import types
+import typing
+from dataclasses import Field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from utils.config.settings import FIELDS, Config
+
+YAML_CONFIG = "config/ViT.yaml"
+# Keys of the tutorial's YAML files that nothing here needs: accepted, and said. The optimiser is always Adam.
+UNUSED_KEYS = ("wireup_info", "wireup_store")
+NOTED_KEYS = (*UNUSED_KEYS, "optimizer")
+
+
+def _unknown(name: str, known: typing.Iterable[str], what: str, where: str) -> ValueError:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"the known ones are {', '.join(sorted(known))}"
+    return ValueError(f"unknown {what} {name!r} {where}: {remedy}")
+
+
+def _parts(field: Field) -> tuple[type, bool, bool]:
+    """Split the type of a field into (element type, is it a list, may it be None)."""
+    kind, optional = field.type, False
+    if isinstance(kind, types.UnionType):
+        kind, optional = next(t for t in typing.get_args(kind) if t is not types.NoneType), True
+    if typing.get_origin(kind) is list:
+        return typing.get_args(kind)[0], True, optional
+    return kind, False, optional
+
+
+def _scalar(name: str, value: Any, kind: type) -> Any:
+    """Cast one value to the type of its field: PyYAML reads `5E-4` and quoted numbers as strings."""
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[str(value).lower()]
+        if isinstance(value, (bool, dict, list)) or value is None:
+            raise ValueError
+        if kind is str:
+            return str(value)
+        if kind is int and not isinstance(value, float) and "e" not in str(value).lower():
+            return int(value)
+        number = float(value)
+        if not math.isfinite(number) or (kind is int and not number.is_integer()):
+            raise ValueError
+        return kind(number)
+    except (KeyError, ValueError, OverflowError):
+        raise ValueError(
+            f"{name} is {value!r}: it takes {'true or false' if kind is bool else kind.__name__}"
+        ) from None
+
+
+def cast(field: Field, value: Any) -> Any:
+    """Return `value` as the type of the field.
+
+    Raises ValueError with the rule where that cannot be, or where the value is not a legal one.
+    """
+    name, meta = field.name, field.metadata
+    kind, is_list, optional = _parts(field)
+    if value in (None, "None", ["None"]):
+        if optional:
+            return None
+        raise ValueError(f"{name} is None: it takes {kind.__name__}")
+    if is_list and not isinstance(value, (list, tuple)):
+        value = [value]
+    out = tuple(_scalar(name, v, kind) for v in value) if is_list else _scalar(name, value, kind)
+    for item in out if is_list else (out,):
+        if meta["choices"] and item not in meta["choices"]:
+            raise ValueError(f"{name} is {item!r}: it takes one of {', '.join(meta['choices'])}")
+        if meta["at_least"] is not None and item < meta["at_least"]:
+            raise ValueError(f"{name} is {item}: it takes {meta['at_least']} or more")
+        if meta["at_most"] is not None and item > meta["at_most"]:
+            raise ValueError(f"{name} is {item}: it takes {meta['at_most']} or less")
+        if meta["rule"]:
+            meta["rule"](name, item)
+    return out
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(message)
+
+
+def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> dict[str, Any]:
+    """Return the flags given, of these fields with their texts. Raises ValueError for another, with the closest."""
+    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
+    parser.add_argument("--yaml_config", help=f"YAML file of named sections ({YAML_CONFIG})")
+    for field, text in helps:
+        name, (kind, is_list, _), choices = field.name, _parts(field), field.metadata["choices"]
+        text = text.replace("%", "%%") if text != argparse.SUPPRESS else text
+        if kind is bool:
+            parser.add_argument(f"--{name}", action="store_const", const=True, help=text)
+            parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
+        else:
+            metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
+            parser.add_argument(f"--{name}", nargs="+" if is_list else None, metavar=metavar, help=text)
+    for name in UNUSED_KEYS:
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    given, extra = parser.parse_known_args(argv)
+    if extra:
+        names = [f"--{p}{name}" for name in (*(field.name for field, _ in helps), "yaml_config") for p in ("", "no_")]
+        raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
+    return vars(given)
+
+
+def _read_section(path: str, section: str) -> dict[str, Any]:
+    try:
+        sections = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration {path} ({error.strerror}): check --yaml_config") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
+        raise ValueError(f"{path} must hold named sections of flat keys, such as 'base: {{embed_dim: 384}}'")
+    if section not in sections:
+        raise _unknown(section, sections, "section", f"in {path} (--config)")
+    return sections[section]
+
+
+def _merge(values: dict, layer: dict, where: str) -> None:
+    """Lay `layer` over `values`."""
+    for name in layer:
+        if name not in FIELDS and name not in UNUSED_KEYS:
+            raise _unknown(str(name), FIELDS, "key", where)
+    layer = {name: cast(FIELDS[name], value) for name, value in layer.items() if name in FIELDS}
+    # Of the two batch sizes, the one that was said last decides.
+    for said, other in (("local_batch_size", "global_batch_size"), ("global_batch_size", "local_batch_size")):
+        if layer.get(said) is not None:
+            layer.setdefault(other, None)
+    values.update(layer)
+
+
+def _parse_chapter(argv: list[str], chapter: int) -> dict[str, Any]:
+    """Return the flags given, of those that the scripts up to this chapter's know; the help shows no others."""
+    helps = [
+        (field, f"{field.metadata['help']} ({field.default})")
+        if field.metadata["chapter"] <= chapter
+        else (field, argparse.SUPPRESS)
+        for field in FIELDS.values()
+    ]
+    return parse(argv, helps, "Every key of the YAML file is a flag; the command line wins over the YAML section.")
+
+
+def answer_help(argv: list[str], chapter: int = 1) -> None:
+    """End the process with the flags where --help asks for them. What is wrong besides, `load_config` says."""
+    if "--help" in argv or "-h" in argv:
+        with contextlib.suppress(ValueError):
+            _parse_chapter(argv, chapter)
+
+
+def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
+    """Return the configuration that the command line `argv` asks for, and remarks for the log.
+
+    Raises ValueError for an unknown section, key, flag or value, with the closest legal one, and for a key that only
+    the scripts after this chapter's know.
+    """
+    flags = _parse_chapter(argv, chapter)
+    path = flags.pop("yaml_config", YAML_CONFIG)
+    values: dict[str, Any] = {}
+    section = flags.get("config", FIELDS["config"].default)
+    keys = _read_section(path, section)
+    _merge(values, keys, f"in section {section!r} of {path}")
+    _merge(values, {**flags, "config": section}, "on the command line")
+    config = Config(**values)
+    for name, field in FIELDS.items():
+        if field.metadata["chapter"] > chapter and getattr(config, name) != field.default:
+            script = {2: "train_mp.py", 3: "train_mp_graphs.py"}[field.metadata["chapter"]]
+            raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run {script}")
+    noted = [name for name in NOTED_KEYS if name in keys or name in flags]
+    remarks = [f"Keys accepted and not needed: {', '.join(noted)}"] if noted else []
+
+    for name in ("compile_modules", "compile_mode"):
+        if getattr(config, name) != FIELDS[name].default and not config.enable_jit:
+            remarks.append(f"{name} changes nothing without --enable_jit")
+
+    if config.read_depth is not None and not config.num_data_workers:
+        remarks.append("read_depth changes nothing without --num_data_workers")
+
+    for name in ("profile_steps", "profile_ranks"):
+        if getattr(config, name) != FIELDS[name].default and config.profile == "none":
+            remarks.append(f"{name} changes nothing without --profile torch")
+
+    if len(config.profile_steps) != 3 or config.profile_steps[-1] < 1:
+        raise ValueError(
+            f"profile_steps is {list(config.profile_steps)}: it takes three numbers, of steps to wait, to warm up, and "
+            f"to profile, the last of them at least 1"
+        )
+    if config.profile == "torch" and sum(config.profile_steps) > config.num_iters:
+        raise ValueError(
+            f"profile_steps {list(config.profile_steps)} needs {sum(config.profile_steps)} steps, and num_iters is "
+            f"{config.num_iters}: raise it, or wait for less steps"
+        )
+    if config.time_limit is not None and config.checkpoint_every is None:
+        raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")
+    if config.model_backend == "transformer-engine":
+        raise ValueError("model_backend transformer-engine is not supported: use pytorch, with --amp_mode bf16")
+    if len(config.img_size) != 2:
+        raise ValueError(f"img_size is {list(config.img_size)}: it takes two numbers, rows and columns")
+    for name in ("dropout", "drop_path"):
+        if getattr(config, name) >= 1:
+            raise ValueError(f"{name} is {getattr(config, name)}: it takes a probability below 1")
+    if config.data_dir is not None:
+        moved = move_data(config, config.data_dir)
+        if moved == config:
+            remarks.append(f"data_dir changes nothing: no path of section {section!r} begins with /data")
+        config = moved
+    return config, remarks
+
+
+def move_data(config: Config, data_dir: str, before: str = "/data") -> Config:
+    """Return the configuration with `data_dir` in place of `before` at the front of its paths."""
+    paths = {name: str(getattr(config, name)) for name in FIELDS if name.endswith("_path")}
+    moved = {n: data_dir + path.removeprefix(before) for n, path in paths.items() if path.startswith(f"{before}/")}
+    return replace(config, data_dir=data_dir, **moved)

@@ -1,0 +1,144 @@
+"""The data of a run: training and validation sets, and the way to the device; and what a run is told, the job."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from utils.config.settings import Config
+from utils.data.batches import Batch, Reading, Samples
+from utils.data.fields import Fields
+from utils.data.files import Files
+from utils.data.frame_sharing import FrameSharing
+from utils.data.frames import FrameReader, OpenFiles
+from utils.data.loader import Loader
+from utils.data.loader_dali import DaliLoader, check_dali
+from utils.data.order import SampleOrder
+from utils.data.staging import stage
+from utils.data.to_device import DeviceCopies, normalisers
+from utils.data.token_shard import TokenShard
+from utils.metrics import Scores, latitude_weights
+from utils.ranks.world import World
+
+
+class WeatherData:
+    """The training and validation sets of a configuration, for one of `num_shards` data-parallel ranks.
+
+    Args:
+        tokens: which tokens of each image this rank holds; all of them by default.
+        group: the data-parallel ranks; all ranks by default.
+        sharing: the ranks that work on the same samples, where there are several.
+
+    Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`) and with what
+    they stand for (see `Fields`).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device = torch.device("cpu"),
+        num_shards: int = 1,
+        shard_id: int = 0,
+        tokens: TokenShard | None = None,
+        group: dist.ProcessGroup | None = None,
+        sharing: FrameSharing | None = None,
+    ):
+        self.config, self.device, self.group, self.sharing = config, device, group, sharing
+        self.num_shards, self.shard_id = num_shards, shard_id
+        if config.data_loader_config == "dali":
+            check_dali()
+        self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
+        self.valid_files = Files.open(config.valid_data_path, "check --data_dir or --valid_data_path")
+        self.valid_files.check_same(self.train_files, "training and validation files must agree")
+        steps = [files.step_seconds() for files in (self.train_files, self.valid_files)]
+        if None not in steps and steps[0] != steps[1]:
+            raise ValueError(
+                f"the training files store a step of {steps[0] / 3600:g} h, the validation files "
+                f"{steps[1] / 3600:g} h: dt counts stored steps, so they must agree"
+            )
+        self.fields = Fields.open(config, self.train_files)
+        self.tokens = tokens or TokenShard(config.img_size, config.patch_size)
+        self.normalise = normalisers(self.fields, device, config.enable_jit)
+        self.train_pairs = self.train_files.samples(config.dt)[: config.limit_nsamples]
+        self.valid_pairs = self.valid_files.samples(config.dt)[: config.limit_nsamples_val]
+        if len(self.train_pairs) < config.global_batch_size:
+            raise ValueError(
+                f"{config.train_data_path} gives {len(self.train_pairs)} samples at dt {config.dt}, less than one "
+                f"global batch of {config.global_batch_size}: lower --global_batch_size, or raise --limit_nsamples"
+            )
+        if len(self.valid_pairs) == 0:
+            raise ValueError(f"{config.valid_data_path} gives no sample at dt {config.dt}: add files or lower --dt")
+        if config.stage_dir is not None:
+            self.train_files = stage(self.train_files, self.train_pairs[:, 0], config.stage_dir)
+            self.valid_files = stage(self.valid_files, self.valid_pairs[:, 0], config.stage_dir)
+        self.copies = DeviceCopies(device) if device.type == "cuda" else None
+        self.train_loader = self._loader(self.train_files, self.train_pairs, shuffle=True)
+        self.valid_loader = self._loader(self.valid_files, self.valid_pairs, shuffle=False)
+
+    @property
+    def reading(self) -> str:
+        """Who reads, and how much memory that takes, in words."""
+        train, valid = self.train_loader, self.valid_loader
+        who = "threads" if train.is_direct else "processes"
+        how = f"{train.depth} read(s) at once ahead of the loop, by {who}" if train.depth else "in the loop"
+        size = train.reader.ring.nbytes + valid.reader.ring.nbytes
+        batches = f"{len(train.reader.batches)} training and {len(valid.reader.batches)} validation batches"
+        return f"{how}; {self.config.data_loader_config} loader; memory for {batches}, {size / 1e9:.3f} GB"
+
+    def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
+        config = self.config
+        is_shared = self.sharing is not None and self.sharing.helps(files.chunk_rows)
+        H, W = config.img_size
+        rows, opened = range(H) if is_shared else self.tokens.rows, OpenFiles(files)
+        used = self.fields.inputs, self.fields.outputs
+        readers = tuple(FrameReader(files, channels, rows, W, opened) for channels in used)
+        batch_size = config.global_batch_size if shuffle else config.local_batch_size * self.num_shards
+        order = SampleOrder(len(pairs), batch_size, shuffle, config.seed, self.num_shards, self.shard_id)
+        share = self.sharing.share(batch_size // self.num_shards) if is_shared else slice(None)
+        how = Reading(config.num_data_workers, config.read_depth, self.device.type == "cuda", share)
+        samples = Samples(readers, pairs, config.dt)
+        if config.data_loader_config == "dali":
+            stats = tuple((self.fields.means[channels], self.fields.stds[channels]) for channels in used)
+            return DaliLoader(samples, order, how, stats, self.device)
+        return Loader(samples, order, how)
+
+    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], or their shards, normalised on the device.
+
+        They travel as they are stored (float16 as float16) and arrive in the default dtype. On a GPU the copy goes
+        along while the step before computes, and the host waits here for the one before that. What this returns is
+        valid until the next batch passes here, and each batch passes once: its memory is used again, on a CPU that of
+        the batch itself.
+        """
+        raw = batch.inp, batch.target
+        if self.copies is not None:
+            self.copies.pace()
+            raw = raw if batch.is_normalised else self.copies.take(batch)
+        mine = (self.sharing.exchange(x, len(batch.counts)) if batch.is_shared else self.tokens.cut(x) for x in raw)
+        if batch.is_normalised:
+            return tuple(x.to(torch.get_default_dtype()) for x in mine)
+        return tuple(normalise(x) for normalise, x in zip(self.normalise, mine))
+
+    def scores(self) -> Scores:
+        """Return empty sums of the validation metrics."""
+        H, W = self.config.img_size
+        latitude, climatology = (
+            torch.tensor(x, device=self.device, dtype=torch.get_default_dtype())
+            for x in (self.fields.latitude, self.fields.climatology)
+        )
+        weights = latitude_weights(latitude)[:, None].expand(H, W) / (H * W)
+        rows = slice(self.tokens.rows.start, self.tokens.rows.stop)
+        weights, climatology = (self.tokens.cut(x[..., rows, :]) for x in (weights, climatology))
+        return Scores(weights, climatology, self.fields.origins, self.tokens.sum, self.group)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every part of a run is told: what to train, on which ranks, where and with which data."""
+
+    config: Config
+    world: World
+    device: torch.device
+    data: WeatherData

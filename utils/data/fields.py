@@ -1,0 +1,154 @@
+"""What a model reads and forecasts: channels, grid and statistics.
+
+Shapes:  C channels of the files   C_in C_out those that a model reads, and forecasts   H W rows, columns
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from utils.config.settings import Config
+from utils.data.files import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
+
+
+@dataclass(frozen=True, eq=False)
+class Fields:
+    """The inputs and the forecasts of a model, by name, place and scale."""
+
+    inputs: list[int]  # channels of the files, C_in of them
+    outputs: list[int]  # C_out
+    in_names: list[str]
+    out_names: list[str]
+    units: list[str]  # of the forecast channels
+    plot_channels: list[int]  # of the forecast channels
+    latitude: np.ndarray  # degrees north, [H]
+    longitude: np.ndarray  # degrees east, [W]
+    means: np.ndarray  # [C]
+    stds: np.ndarray  # [C]
+    time_means: np.ndarray  # of the forecast channels, [C_out, H, W]
+    residual_scale: list[float] | None = None  # of the change that a residual model forecasts, [C_out]
+    step_hours: float = STORED_STEP_HOURS  # lead of a forecast
+    has_time: bool = False
+    warning: str | None = None
+
+    @staticmethod
+    def open(config: Config, files: Files) -> "Fields":
+        """Return what a configuration takes of some files.
+
+        Raises ValueError, in one line with the remedy, for whatever is wrong with the statistics, the crop or the
+        channels asked for.
+        """
+        C, H, W = files.shape
+        rows, columns = config.img_size
+        check_crop(files, config.img_size, config.patch_size)
+        names, warning = files.names(config.channel_names)
+        inputs = channel_indices(names, config.in_channels, config.n_in_channels, "in_channels")
+        outputs = channel_indices(names, config.out_channels, config.n_out_channels, "out_channels")
+        out_names = [names[c] for c in outputs]
+        shown = out_names[:1] if config.plot_channels is None else config.plot_channels
+        means = load_stats(config.global_means_path, [(1, C, 1, 1)], "global_means_path").reshape(C)
+        stds = load_stats(config.global_stds_path, [(1, C, 1, 1)], "global_stds_path").reshape(C)
+        for c in inputs + outputs:
+            if not stds[c] > 0:
+                raise ValueError(
+                    f"{config.global_stds_path} gives channel {names[c]!r} a standard deviation of {stds[c]}: "
+                    f"it must be above 0; leave a constant channel out"
+                )
+        shapes = list(dict.fromkeys([(1, C, H, W), (1, C, rows, columns)]))
+        time_means = load_stats(config.time_means_path, shapes, "time_means_path")
+        scale = None
+        if config.time_diff_stds_path is not None:
+            if not config.residual:
+                raise ValueError("time_diff_stds_path scales a residual forecast: add --residual, or leave it out")
+            diffs = load_stats(config.time_diff_stds_path, [(1, C, 1, 1)], "time_diff_stds_path").reshape(C)
+            scale = (diffs[outputs] / stds[outputs]).tolist()
+        seconds = files.step_seconds()
+        return Fields(
+            inputs=inputs,
+            outputs=outputs,
+            in_names=[names[c] for c in inputs],
+            out_names=out_names,
+            units=[files.units[c] for c in outputs],
+            plot_channels=channel_indices(tuple(out_names), tuple(shown), 0, "plot_channels"),
+            latitude=files.latitude[:rows],
+            longitude=files.longitude[:columns],
+            means=means,
+            stds=stds,
+            time_means=time_means[0, outputs, :rows, :columns],
+            residual_scale=scale,
+            step_hours=config.dt * (seconds / 3600 if seconds else STORED_STEP_HOURS),
+            has_time=seconds is not None,
+            warning=warning,
+        ).checked(config)
+
+    @staticmethod
+    def blank(config: Config) -> "Fields":
+        """Return fields of the shape that a configuration asks for, of no data: what decides a model's size.
+
+        Raises ValueError as `open`.
+        """
+        H, W = config.img_size
+        in_names = list(config.in_channels or (f"ch{i}" for i in range(config.n_in_channels)))
+        out_names = list(config.out_channels or (f"ch{i}" for i in range(config.n_out_channels)))
+        names = list(dict.fromkeys(in_names + out_names))
+        return Fields(
+            inputs=[names.index(name) for name in in_names],
+            outputs=[names.index(name) for name in out_names],
+            in_names=in_names,
+            out_names=out_names,
+            units=[""] * len(out_names),
+            plot_channels=[],
+            latitude=90 - 180 * np.arange(H) / H,
+            longitude=np.arange(W) * 360 / W,
+            means=np.zeros(len(names)),
+            stds=np.ones(len(names)),
+            time_means=np.zeros((len(out_names), H, W)),
+        ).checked(config)
+
+    def checked(self, config: Config) -> "Fields":
+        """Return these fields. Raises ValueError where a residual forecast has nothing to start from."""
+        if config.residual and -1 in self.origins:
+            missing = self.out_names[self.origins.index(-1)]
+            raise ValueError(f"residual needs every forecast channel among the inputs, and {missing!r} is not: add it")
+        return self
+
+    @property
+    def origins(self) -> list[int]:
+        """Where each forecast channel stands among the inputs, -1 for nowhere: what persistence starts from."""
+        return [self.inputs.index(c) if c in self.inputs else -1 for c in self.outputs]
+
+    @property
+    def climatology(self) -> np.ndarray:
+        """The time means, normalised, [C_out, H, W]."""
+        return (self.time_means - self.means[self.outputs, None, None]) / self.stds[self.outputs, None, None]
+
+    @property
+    def hours(self) -> str:
+        """The lead time in words."""
+        return f"{self.step_hours:g} h" + ("" if self.has_time else " (assumed: the files store no time)")
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What other files and statistics must have in common with these; None where nothing is known."""
+        used = self.inputs + self.outputs
+        return {
+            "input channels": self.in_names,
+            "forecast channels": self.out_names,
+            "units": self.units if any(self.units) else None,
+            "step in hours": self.step_hours if self.has_time else None,
+            "latitudes": [round(float(self.latitude[i]), 3) for i in (0, -1)],
+            "longitudes": [round(float(self.longitude[i]), 3) for i in (0, -1)],
+            "statistics": [self.means[used].tolist(), self.stds[used].tolist(), self.residual_scale],
+        }
+
+    def label(self, channel: int) -> str:
+        """Return the name of a forecast channel with its units."""
+        name, units = self.out_names[channel], self.units[channel]
+        return f"{name} [{units}]" if units else name
+
+    def to_units(self, field: Tensor, channel: int) -> np.ndarray:
+        """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
+        c = self.outputs[channel]
+        return field.double().cpu().numpy() * float(self.stds[c]) + float(self.means[c])

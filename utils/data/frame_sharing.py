@@ -1,0 +1,60 @@
+"""Compressed frames on several ranks: each is decoded once in the group that works on it, and handed out by tokens.
+
+A rank of a model-parallel group needs a few rows of each image. Where a chunk of the file holds many more, each rank
+would decompress all of it to use a part. Here each rank decodes whole frames, of its share of the batch, and an
+all-to-all gives every rank its tokens of all frames.
+
+Shapes:  B samples of a batch   b those that one rank decodes   C channels   H W rows, columns of the image
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from utils.data.token_shard import TokenShard
+from utils.spans import span
+
+
+class FrameSharing:
+    """The ranks that work on the same samples.
+
+    Args:
+        shards: the tokens of each rank of the group, in the group's order.
+        index: this rank's place in it.
+        group: the ranks.
+    """
+
+    def __init__(self, shards: list[TokenShard], index: int, group: dist.ProcessGroup | None):
+        self.shards, self.index, self.group = shards, index, group
+
+    def helps(self, chunk_rows: int | None) -> bool:
+        """Would ranks that read for themselves decode what they do not need, or what others decode as well?
+
+        The same answer on every rank.
+        """
+        if chunk_rows is None:
+            return False
+        are_different = len({shard.first for shard in self.shards if shard.count}) == sum(
+            shard.count > 0 for shard in self.shards
+        )
+        return chunk_rows > max(len(shard.rows) for shard in self.shards) or not are_different
+
+    def share(self, batch: int, index: int | None = None) -> slice:
+        """Return the samples of a batch that a rank, by default this one, decodes."""
+        index, ranks = self.index if index is None else index, len(self.shards)
+        return slice(batch * index // ranks, batch * (index + 1) // ranks)
+
+    def exchange(self, frames: Tensor, batch: int) -> Tensor:
+        """Turn this rank's frames [b, C, H, W] into its tokens of all frames, [B, C, P, count P].
+
+        Sends 1 - 1/ranks of what it decoded; every rank calls this for each batch.
+        """
+        C, mine = frames.shape[1], self.shards[self.index]
+        pieces = [shard.cut(frames[:, :, shard.rows.start : shard.rows.stop]) for shard in self.shards]
+        sent = [piece.numel() for piece in pieces]
+        shares = [self.share(batch, rank) for rank in range(len(self.shards))]
+        received = [(share.stop - share.start) * C * mine.shape[0] * mine.shape[1] for share in shares]
+        out = frames.new_empty(sum(received))
+        with span("communication"):
+            dist.all_to_all_single(out, torch.cat([p.flatten() for p in pieces]), received, sent, group=self.group)
+        return out.view(batch, C, *mine.shape)  # shares are in order, and so are the samples

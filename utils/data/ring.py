@@ -1,0 +1,81 @@
+"""Batches in memory: a ring of buffers, allocated once, that readers fill in turn.
+
+The memory is shared with the processes that read (utils/data/read_worker.py), and a GPU can copy from it directly
+once it is pinned. It is no file in /dev/shm, whose size containers limit. This file imports no torch: such a process
+imports it.
+
+Shapes:  B samples of one batch on one rank   C channels   H W rows, columns, as read
+"""
+
+import errno
+import math
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from utils.data.frames import FrameReader
+
+
+class BatchRing:
+    """`slots` buffers of B samples each.
+
+    Args:
+        readers: who reads the inputs, and who the targets.
+        fd: the memory of a ring that another process made; None makes a new one.
+
+    Raises OSError where the machine has not enough memory.
+    """
+
+    def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int | None = None):
+        sizes = [batch * int(np.prod(reader.shape)) * reader.files.dtype.itemsize for reader in readers]
+        self.nbytes = slots * sum(sizes)
+        length = max(self.nbytes, 1)  # a rank may have nothing to read
+        try:
+            self.fd = allocate(length) if fd is None else fd
+        except OSError as error:
+            raise OSError(
+                f"{slots} batches of {sum(sizes) / 1e9:.2f} GB do not fit into memory ({error.strerror}): "
+                f"lower --local_batch_size or --num_data_workers"
+            ) from None
+        weakref.finalize(self, os.close, self.fd)
+        # All pages are put in place now: the first batches would otherwise take several times as long.
+        memory = mmap.mmap(self.fd, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self.memory = np.frombuffer(memory, np.uint8)
+        self.frames: list[list[np.ndarray]] = []  # of each slot: inputs [B, C_in, H, W] and targets [B, C_out, H, W]
+        at = 0
+        for _ in range(slots):
+            self.frames.append([])
+            for reader, size in zip(readers, sizes):
+                flat = self.memory[at : at + size].view(reader.files.dtype)
+                self.frames[-1].append(flat.reshape(batch, *reader.shape))
+                at += size
+
+
+def allocate(length: int) -> int:
+    """Return a file descriptor of memory that has no name: as good as a file, and gone with its last user."""
+    if length > available():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))  # else the system would end some process
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("batches")
+        try:
+            os.posix_fallocate(fd, 0, length)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+    with tempfile.TemporaryFile() as file:  # macOS
+        file.truncate(length)
+        return os.dup(file.fileno())
+
+
+def available() -> float:
+    """Return the bytes of memory that are free, or could be; infinity where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return math.inf

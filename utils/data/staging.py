@@ -1,0 +1,113 @@
+"""Copy the data to storage in the node before training: a shared file system is then read once, in long stretches.
+
+A file keeps its path below the stage folder, so several data sets can lie there, and what is there already is used
+again. The ranks of a node copy different files at the same time; none of them has to know of the others.
+"""
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from utils.data.files import Files, stamp
+from utils.files import lock, part_of, whole
+
+PIECE = 16 * 2**20  # bytes copied at a time
+REPORT_EVERY = 10  # s
+
+
+def stage(files: Files, used: Iterable[int], folder: str) -> Files:
+    """Copy the files numbered `used` below `folder`, and return `files` with the paths of the copies.
+
+    A copy has the size and the date of its original; one that has not, of an earlier run perhaps, is made anew. Rank 0
+    prints the progress. Raises ValueError where the folder cannot be written or is too small.
+    """
+    paths, used = list(files.paths), sorted({int(i) for i in used})
+    copies = {Path(paths[i]): Path(folder, *Path(paths[i]).resolve().parts[1:]) for i in used}
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        progress = _Progress(copies, folder)
+        progress.check_space()
+        todo, rank = list(copies.items()), dist.get_rank() if dist.is_initialized() else 0
+        for original, copy in todo[rank % len(todo) :] + todo[: rank % len(todo)]:
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with lock(Path(f"{copy}.lock"), wait=True):  # the system gives it back if this process dies
+                if not is_same(original, copy):
+                    _copy(original, copy, progress)
+    except OSError as error:
+        where = error.filename or folder
+        raise ValueError(
+            f"cannot copy the data to stage_dir {folder!r} ({where}: {error.strerror}): give a folder in the node "
+            f"that you may write to, or leave --stage_dir out"
+        ) from None
+    progress.report(done=True)
+    for i in used:
+        paths[i] = str(copies[Path(paths[i])])
+    stamps = list(files.stamps)
+    for i in used:
+        stamps[i] = stamp(paths[i])
+    return replace(files, paths=tuple(paths), stamps=tuple(stamps))
+
+
+def is_same(original: Path, copy: Path) -> bool:
+    """Is `copy` a complete copy of `original`?"""
+    try:
+        (size, date), (size_there, date_there) = stamp(original), stamp(copy)
+    except FileNotFoundError:
+        return False
+    return size == size_there and abs(date - date_there) < 2e9  # ns: some file systems count in pairs of seconds
+
+
+def _copy(original: Path, copy: Path, progress: "_Progress") -> None:
+    """Copy a file; it gets its name when it is complete. Nobody waits for the disk: the next job copies anew."""
+    with whole(copy, sync=False) as part:
+        with original.open("rb") as source, part.open("wb") as target:
+            while piece := source.read(PIECE):
+                target.write(piece)
+                progress.report()
+        shutil.copystat(original, part)
+
+
+class _Progress:
+    """How much of the copies is there, made by whichever rank of this node."""
+
+    def __init__(self, copies: dict[Path, Path], folder: str):
+        self.copies, self.folder = copies, folder
+        self.total = sum(original.stat().st_size for original in copies)
+        self.start = self.reported = time.perf_counter()
+        self.before = self.copied()
+
+    def copied(self) -> int:
+        """Return the bytes that are there."""
+        total = 0
+        for original, copy in self.copies.items():
+            with contextlib.suppress(FileNotFoundError):  # another rank may just have renamed it
+                total += stamp(copy if is_same(original, copy) else part_of(copy))[0]
+        return total
+
+    def check_space(self) -> None:
+        """Raise ValueError where the rest does not fit."""
+        missing, free = self.total - self.before, shutil.disk_usage(self.folder).free
+        if missing > free:
+            raise ValueError(
+                f"stage_dir {self.folder!r} has {free / 1e9:.1f} GB free, and the data need {missing / 1e9:.1f} GB: "
+                f"give a larger one, use less with --limit_nsamples, or leave --stage_dir out"
+            )
+
+    def report(self, done: bool = False) -> None:
+        """Print, now and then, how far it is."""
+        now = time.perf_counter()
+        if (not done and now < self.reported + REPORT_EVERY) or (dist.is_initialized() and dist.get_rank()):
+            return
+        self.reported, copied = now, self.copied()
+        speed = (copied - self.before) / max(now - self.start, 1e-9) / 1e9
+        print(
+            f"Staging: {copied / 1e9:.2f} of {self.total / 1e9:.2f} GB in {self.folder}, {speed:.2f} GB/s",
+            file=sys.stderr,
+            flush=True,
+        )

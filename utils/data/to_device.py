@@ -1,0 +1,89 @@
+"""The way of a batch to the device: copies on a stream of their own, and normalisation there."""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from utils.data.batches import Batch
+from utils.data.fields import Fields
+
+
+class DeviceCopies:
+    """Two buffers on the GPU for each shape of batch, in turn."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.buffers: dict[tuple, deque[list[Tensor]]] = {}
+        self.launched: torch.cuda.Event | None = None  # all that was launched before the last batch is done
+
+    def pace(self) -> None:
+        """Wait until the step before last is done. To be called once for each batch, before it is copied.
+
+        The host runs no further ahead of the device: it would sooner or later wait for it in the loader, which would
+        look like a wait for data. And the buffers of the batch before last are free.
+        """
+        if self.launched is not None:
+            self.launched.synchronize()
+        self.launched = torch.cuda.current_stream(self.device).record_event()
+
+    def take(self, batch: Batch) -> list[Tensor]:
+        """Return the raw input and target on the GPU. The host does not wait for the copy.
+
+        They are valid for what is launched on the current stream until this is called again.
+        """
+        current, sources = torch.cuda.current_stream(self.device), (batch.inp, batch.target)
+        key = tuple((x.shape, x.dtype) for x in sources)
+        if key not in self.buffers:
+            self.buffers[key] = deque([torch.empty_like(x, device=self.device) for x in sources] for _ in range(2))
+            self.stream.wait_stream(current)  # that memory may have been another tensor's
+        self.buffers[key].rotate()
+        buffer = self.buffers[key][0]
+        with torch.cuda.stream(self.stream):
+            for x, source in zip(buffer, sources):
+                x.copy_(source, non_blocking=True)
+            batch.copied = self.stream.record_event()
+        current.wait_event(batch.copied)
+        return buffer
+
+
+class Normaliser:
+    """Normalises channel by channel, in the dtype of the statistics.
+
+    Args:
+        mean, std: [1, C, 1, 1].
+        compiled: make one pass over the data of it: a cast, a difference and a quotient.
+    """
+
+    def __init__(self, mean: Tensor, std: Tensor, compiled: bool = False):
+        self.mean, self.std = mean, std
+        self.compute = torch.compile(normalise, fullgraph=True, dynamic=False) if compiled else normalise
+        self.casts: dict[torch.Size, Tensor] = {}  # kept: on a CPU, fresh memory costs more than the arithmetic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [B, C, H, W] normalised: in place, or where it has another dtype, in a buffer that is used again."""
+        if x.dtype == self.mean.dtype:
+            return self.compute(x, self.mean, self.std)
+        if x.shape not in self.casts:
+            self.casts[x.shape] = self.mean.new_empty(x.shape)
+        return self.compute(x, self.mean, self.std, self.casts[x.shape])
+
+
+def normalisers(fields: Fields, device: torch.device, compiled: bool) -> list[Normaliser]:
+    """Return those of a model's inputs, and of its forecasts."""
+    return [
+        Normaliser(
+            *(
+                torch.tensor(x[used], device=device, dtype=torch.get_default_dtype()).view(1, -1, 1, 1)
+                for x in (fields.means, fields.stds)
+            ),
+            compiled,
+        )
+        for used in (fields.inputs, fields.outputs)
+    ]
+
+
+def normalise(x: Tensor, mean: Tensor, std: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return (x - mean) / std in `out`, or in place."""
+    field = x if out is None else out.copy_(x)
+    return field.sub_(mean).div_(std)

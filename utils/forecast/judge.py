@@ -1,0 +1,63 @@
+"""The judge of forecasts: looks at each as it comes, and keeps what scores and pictures are made of.
+
+Shapes:  B forecasts of one batch   C channels   H W rows, columns
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.forecast.data import ForecastData
+from utils.forecast.skill import moments, row_weights, zonal_spectrum
+from utils.forecast.store import ForecastStore
+from utils.forecast.writer import ForecastWriter
+
+
+class Judge:
+    """Keeps of each forecast its moments, its spectra at some lead times, and of the first one also its maps.
+
+    Args:
+        writer: where whole forecasts go; None for nowhere.
+    """
+
+    def __init__(self, data: ForecastData, store: ForecastStore, writer: ForecastWriter | None):
+        self.data, self.store, self.writer = data, store, writer
+        self.weights = row_weights(data.fields.latitude).to(data.device)
+
+    def keep(self, numbers: list[int], steps: Iterator[tuple[Tensor, dict[str, Tensor]]]) -> None:
+        """Follow a batch of forecasts to its end. Raises WriteError.
+
+        Args:
+            numbers: of the forecasts. The last one may come more than once, to fill a batch up.
+            steps: yields, for each lead time, the truth and each source's forecast, all [B, C, H, W] in units.
+        """
+        places = {n: b for b, n in enumerate(numbers)}
+        kept: dict[int, dict[str, list[np.ndarray]]] = {n: {"moments": [], "spectra": [], "maps": []} for n in places}
+        for k, (truth, forecasts) in enumerate(steps):
+            for n, b in places.items():
+                self._look(kept[n], n, k, truth[b], {name: x[b] for name, x in forecasts.items()})
+                if self.writer:
+                    written = {name: x[b] for name, x in forecasts.items() if name != "persistence"}
+                    with self.store.writing():
+                        self.writer.add(n, k, written)
+        for n, lists in kept.items():
+            with self.store.writing():
+                if self.writer:
+                    self.writer.finish(n)
+                self.store.keep(n, **{name: np.stack(values) for name, values in lists.items() if values})
+
+    def _look(self, kept: dict[str, list], n: int, k: int, truth: Tensor, forecasts: dict[str, Tensor]) -> None:
+        """Keep what is wanted of step k of forecast n."""
+        data, true = self.data, truth.double()
+        usual = data.climate.at(data.seconds(n, k + 1))
+        judged = [moments(x.double(), true, usual, self.weights) for x in (*forecasts.values(), usual)]
+        kept["moments"].append(torch.stack(judged).cpu().numpy())
+        if k in data.shown_steps:
+            spectra = [zonal_spectrum(x.double(), self.weights[:, 0]) for x in (true, *forecasts.values())]
+            kept["spectra"].append(torch.stack(spectra).cpu().numpy())
+        if n == 0:
+            every = data.map_stride
+            maps = [x[data.fields.plot_channels, ::every, ::every].float() for x in (truth, *forecasts.values())]
+            kept["maps"].append(torch.stack(maps).cpu().numpy())

@@ -1,0 +1,74 @@
+"""What an evaluation found: what its tables and pictures are made of.
+
+Shapes:  S sources of forecasts   K lead times   C channels   A weightings of the rows
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from utils.forecast.data import ForecastData
+from utils.forecast.settings import Evaluation
+from utils.forecast.skill import summarise
+from utils.forecast.store import ForecastStore
+
+
+@dataclass(frozen=True)
+class Results:
+    """The scores and spectra of all forecasts, made of what is kept of each.
+
+    Attributes:
+        models: their names.
+        iteration: after which the model was saved; None for exported weights.
+    """
+
+    settings: Evaluation
+    data: ForecastData
+    store: ForecastStore
+    models: list[str]
+    iteration: int | None
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.store.folder
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources of forecasts, in the order of their scores."""
+        return ["persistence", *self.models, "climatology"]
+
+    @cached_property
+    def block(self) -> int:
+        """How many forecasts that follow each other the bootstrap draws together."""
+        data = self.data
+        if not data.fields.has_time or len(data) < 2:
+            hours = data.fields.step_hours / data.config.dt * self.settings.stride
+        else:
+            hours = float(np.median(np.diff([data.seconds(n) for n in range(len(data))]))) / 3600
+        return min(max(1, round(self.settings.block_hours / hours)), len(data))
+
+    @property
+    def blocks(self) -> float:
+        """How many blocks the forecasts make."""
+        return len(self.data) / self.block
+
+    @cached_property
+    def scores(self) -> dict[str, np.ndarray]:
+        """Each score with its interval, [3, K, S, C, A]: value, low, high."""
+        return summarise(self.store.all("moments"), len(self.data), self.block)
+
+    @cached_property
+    def spectra(self) -> np.ndarray:
+        """The mean power of the truth, persistence and the models, [lead times, S, C, wavenumbers]."""
+        return sum(self.store.all("spectra")) / len(self.data)
+
+    def nonfinite(self, source: int) -> Iterator[tuple[int, int]]:
+        """Yield the forecasts of a source that are not finite, each with the first step at which it is not."""
+        for n, moments in enumerate(self.store.all("moments")):  # [K, S, C, A, M]
+            steps = np.flatnonzero(~np.isfinite(moments[:, source]).all(axis=(1, 2, 3)))
+            if len(steps):
+                yield n, steps[0]

@@ -1,0 +1,98 @@
+"""The folder of an evaluation: what is kept of each forecast, so that an evaluation that was ended goes on.
+
+    evaluation/  setting.json     what is evaluated; an evaluation of another setting renames it aside
+                 kept/000012.npz  of each forecast: its moments, its spectra, and of the first its maps
+                 skill.json  skill.csv  pictures/  logs/  forecasts/  out.log  lock  owner
+
+Each forecast has a file of its own, written aside and renamed: ranks do not disturb each other, and what is there is
+whole.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from utils.errors import WriteError
+from utils.files import whole, write_text
+from utils.run.folder import lock_run, rename_aside, whoami
+
+BEGUN = {"lock", "setting.json.part"}  # what may be there before there is a setting
+
+
+class ForecastStore:
+    """What is kept of `forecasts` forecasts, in the folder of an evaluation."""
+
+    def __init__(self, folder: Path, forecasts: int):
+        self.folder, self.kept, self.forecasts = folder, folder / "kept", forecasts
+        self.lock: TextIO | None = None
+
+    def open(self, setting: dict[str, Any]) -> None:
+        """Make the folder, or find it again with what an evaluation of the same setting left there; on one rank.
+
+        Raises ValueError where it cannot be written, holds something else, or another evaluation is at work in it.
+        """
+        text, path = json.dumps(setting, indent=1) + "\n", self.folder / "setting.json"
+        try:
+            if not path.exists() and self.folder.exists() and {x.name for x in self.folder.iterdir()} - BEGUN:
+                raise ValueError(f"{self.folder} holds other files than an evaluation's: choose another with --out")
+            self._take()
+            if path.exists() and path.read_text() != text:
+                rename_aside(self.folder)
+                self.close()
+                self._take()
+            if not path.exists():
+                write_text(path, text)
+            elif path.read_text() != text:
+                raise ValueError(f"{self.folder} was begun by another evaluation just now: choose another with --out")
+            self.kept.mkdir(exist_ok=True)
+            (self.folder / "owner").write_text(whoami())
+        except OSError as error:
+            raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another with --out") from None
+
+    def _take(self) -> None:
+        """Make the folder where it is not there, and lock it; once: who closes a file loses all locks on it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = lock_run(self.folder, "choose another folder with --out")
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        if self.lock:
+            self.lock.close()
+            self.lock = None
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn what a full disk does into one line. Raises WriteError."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise WriteError(
+                f"cannot write to {self.folder} ({reason}): make room, and give the same command again; it goes on"
+            ) from None
+
+    def missing(self) -> list[int]:
+        """Return the forecasts that are not there."""
+        there = {path.name for path in self.kept.iterdir()}
+        return [n for n in range(self.forecasts) if self._path(n).name not in there]
+
+    def keep(self, forecast: int, **arrays: np.ndarray) -> None:
+        """Keep what is left of a forecast."""
+        with whole(self._path(forecast)) as part, part.open("wb") as file:
+            np.savez(file, **arrays)
+
+    def read(self, forecast: int, name: str) -> np.ndarray:
+        """Return one of its arrays."""
+        with np.load(self._path(forecast)) as arrays:
+            return arrays[name]
+
+    def all(self, name: str) -> Iterator[np.ndarray]:
+        """Yield an array of each forecast, one after another."""
+        return (self.read(n, name) for n in range(self.forecasts))
+
+    def _path(self, forecast: int) -> Path:
+        return self.kept / f"{forecast:06d}.npz"

@@ -1,0 +1,258 @@
+"""What a run costs, and where: time, memory, operators, the machine, and what to try next (`--report`).
+
+Rank 0 writes it below `report/` in the run's folder, as tables of numbers (CSV) and all together (report.json).
+"""
+
+import csv
+import logging
+import platform
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from utils.data.dataset import Job
+from utils.device import cached_gb, cores_in_reach, has_bf16, peak_memory_gb
+from utils.errors import harmless
+from utils.files import read_events, to_json, write_text
+from utils.measure.layers import Layer, summary_table
+from utils.measure.machine import SystemWatch
+from utils.measure.memory_timeline import most_of_parts, parts_at_peak
+from utils.measure.step_profile import StepProfile
+from utils.measure.time_table import TimeReport
+from utils.measure.verdict import Measured, verdict
+from utils.spans import span, stop_timeline
+
+# What becomes of the ranks' figures.
+ADDED = ("cores", "read_gb", "written_gb", "joules")
+OF_A_NODE = ("sent_gb", "received_gb")  # added up over nodes
+LARGEST = ("memory_gb", "node_memory", "gpu_memory_gb")
+MEAN = ("gpu_use",)
+TOP = 10  # operators shown
+
+
+class RunCosts:
+    """Measures a run from here on. All ranks call the same methods.
+
+    Args:
+        layers: those of the model as it would be on one device.
+        iteration: iterations done so far.
+        logger: on rank 0, what writes the run's files.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        layers: list[Layer],
+        iteration: int,
+        logger: Any | None,
+    ):
+        self.job, self.layers, self.logger = job, layers, logger
+        self.folder = logger and logger.folder / "report"
+        if logger:
+            with harmless("the folder of the report"):
+                self.folder.mkdir(exist_ok=True)
+        self.time = TimeReport(model, job.device, iteration, logger and logger.costs)
+        self.system: SystemWatch | None = None
+        with harmless("looking at the machine"):
+            self.system = SystemWatch(job.device)
+        self.places: list[tuple[str, set[int]]] = [("", set())] * job.world.size  # node and cores of each rank
+        dist.all_gather_object(self.places, (platform.node(), cores_in_reach()))
+        self.systems: list[dict[str, Any]] = []
+        self.step: StepProfile | None = None  # of this rank
+        self.steps: list[tuple[float | None, float] | None] = [None] * job.world.size
+
+    def keep(self, step: StepProfile | None) -> None:
+        """Keep what a profiled step did; None where it is not known."""
+        self.step = step
+        dist.all_gather_object(self.steps, step and (step.working, step.waiting))
+
+    def record(self, epoch: int, iteration: int) -> None:
+        """Record what was used since the last record: an epoch, or what was done of it."""
+        iterations = iteration - self.time.iteration
+        self.time.record(epoch, iteration)
+        mine, ranks = {}, [{}] * self.job.world.size
+        with span("profiling"):
+            if self.system:
+                with harmless("looking at the machine"):
+                    mine = self.system.take()
+            dist.all_gather_object(ranks, mine)
+        found = {"event": "system", "epoch": epoch, "iteration": iteration, "seconds": self.time.records[-1]["wall"]}
+        found |= self.together(ranks)
+        if "joules" in found and iterations:
+            found["joules_per_sample"] = found["joules"] / (iterations * self.job.config.global_batch_size)
+        self.systems.append(found)
+        if self.logger:
+            self.logger.costs(found)
+
+    def together(self, ranks: list[dict[str, float]]) -> dict[str, float]:
+        """Return the figures of all ranks; not those that a rank does not know."""
+        known = set.intersection(*(set(rank) for rank in ranks))
+        nodes = {node: rank for (node, _), rank in zip(self.places, ranks)}  # one rank of each
+        found = {name: sum(rank[name] for rank in ranks) for name in ADDED if name in known}
+        found |= {name: sum(rank[name] for rank in nodes.values()) for name in OF_A_NODE if name in known}
+        found |= {name: max(rank[name] for rank in ranks) for name in LARGEST if name in known}
+        return found | {name: fmean(rank[name] for rank in ranks) for name in MEAN if name in known}
+
+    def close(self) -> None:
+        stop_timeline()
+        if self.system:
+            self.system.close()
+
+    def show(self) -> None:
+        """Log all tables, show them in TensorBoard, and write them. On rank 0."""
+        lines = list(self.lines())
+        for line in lines:
+            logging.info(line)
+        self.logger.tables(lines, self.time.iteration)
+        try:
+            self.write()
+            logging.info("  All of it as tables: %s", self.folder)
+        except OSError as error:
+            logging.warning("The tables of the report are not written (%s); metrics.jsonl has its figures", error)
+
+    def lines(self) -> Iterator[str]:
+        """Yield all tables of the run, and the verdict. On rank 0."""
+        yield f"Model, for one sample on one device ({self.job.world.size} rank(s) share the work):"
+        yield from summary_table(self.layers)
+        yield from self._speed_table()
+        yield from self.time.table()
+        yield from self._system_table()
+        if self.step:
+            yield from self._memory_table()
+            yield from self._operator_table()
+        yield "Verdict: " + self.verdict()
+
+    def verdict(self) -> str:
+        """Return what bounds the run, and what to try."""
+        config, is_recorded = self.job.config, bool(self.step and self.step.is_recorded)
+        node, _ = self.places[0]
+        together = [cores for name, cores in self.places if name == node]
+        measured = Measured(
+            self.time.by_rank(),
+            self.steps,
+            self.time.iterations,
+            on_gpu=self.job.device.type == "cuda",
+            is_recorded=is_recorded,
+            is_blind=is_recorded or config.enable_jit and config.tensor_parallel * config.context_parallel > 1,
+            is_direct=self.job.data.train_loader.is_direct,
+            has_bf16=has_bf16(self.job.device),
+            cores=max(len(set.union(*together)) // len(together), 1),
+            nodes=[node for node, _ in self.places],
+            mfu=self.logger.last and self.logger.last.mfu,
+        )
+        return verdict(measured, config)
+
+    def _speed_table(self) -> Iterator[str]:
+        yield "Speed, samples/s over all ranks:"
+        yield f"  {'epoch':>7} {'training':>10} {'validation':>11} {'readers':>10}"
+        for row in self._speeds():
+            told = ("" if row[name] is None else f"{row[name]:.1f}" for name in list(row)[2:5])
+            yield "  {:7} {:>10} {:>11} {:>10}".format(row["epoch"], *told)
+
+    def _speeds(self) -> list[dict[str, Any]]:
+        """Return the speeds of all epochs of the run, those of earlier processes, too."""
+        names = ("epoch", "iteration", "samples_per_sec", "valid_samples_per_sec", "loader_samples_per_sec", "mfu")
+        events = read_events(self.folder.parent / "metrics.jsonl")
+        return [{name: event.get(name) for name in names} for event in events if event["event"] == "epoch"]
+
+    def _memory(self) -> list[dict[str, Any]]:
+        """Return the bytes of each part when a step needs most, and its own most; their sum, and what to compare."""
+        parts, most = parts_at_peak(self.step.blocks), most_of_parts(self.step.blocks)
+        rows = [{"part": part, "bytes": size, "most_bytes": most[part]} for part, size in parts.items()]
+        others = {"sum": sum(parts.values())}
+        if self.job.device.type == "cuda":
+            others |= {"allocator": self.step.peak, "cached": round(cached_gb(self.job.device) * 2**30)}
+        else:
+            others["process"] = round(peak_memory_gb(self.job.device) * 2**30)
+        return rows + [{"part": part, "bytes": size} for part, size in others.items()]
+
+    def _system_table(self) -> Iterator[str]:
+        names = {
+            "cores": "CPU cores in use, all ranks",
+            "memory_gb": "GiB resident, the largest rank",
+            "node_memory": "of a node's memory in use",
+            "read_gb": "GiB read from storage",
+            "written_gb": "GiB written to storage",
+            "sent_gb": "GiB sent by the nodes",
+            "received_gb": "GiB received by the nodes",
+            "gpu_use": "of the time a kernel ran",
+            "gpu_memory_gb": "GiB in use on the fullest GPU",
+            "joules": "J, all GPUs",
+            "joules_per_sample": "J a training sample, validation included",
+        }
+        epochs = self.systems[self.time.warm]
+        yield f"The machine, over {len(epochs)} epoch(s)" + (" after the first:" if self.time.warm.start else ":")
+        yield f"  {'':18} {'mean':>9} {'least':>9} {'most':>9}"
+        for name, meaning in names.items():
+            values = [epoch[name] for epoch in epochs if name in epoch]
+            if values:
+                yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"
+        if self.job.device.type == "cuda" and not any("gpu_use" in epoch for epoch in epochs):
+            yield "  The GPU does not tell its use; where nvidia-ml-py (on AMD amdsmi) is missing, pip install it"
+
+    def _memory_table(self) -> Iterator[str]:
+        meanings = {
+            "allocator": "its peak in the same step",
+            "cached": "held by the allocator beyond the tensors, now",
+            "process": "peak so far, libraries included",
+        }
+        yield "Memory when a step needs most, GiB, and each part when that is largest:"
+        for row in self._memory():
+            most = f"{row['most_bytes'] / 2**30:9.3f}" if "most_bytes" in row else ""
+            told = f"  {row['part']:13} {row['bytes'] / 2**30:9.3f} {most:9}  {meanings.get(row['part'], '')}"
+            yield told.rstrip()
+
+    def _operator_table(self) -> Iterator[str]:
+        step = self.step
+        total = sum(step.seconds.values())
+        yield f"Operators of one step, by time ({1e3 * total:.3f} ms in all) and by memory:"
+        for ranking, unit in ((step.seconds, "ms"), (step.allocated, "MiB")):
+            for name in sorted(ranking, key=ranking.get, reverse=True)[:TOP]:
+                value = ranking[name] * 1e3 if unit == "ms" else ranking[name] / 2**20
+                yield f"  {value:10.3f} {unit:3} {step.calls[name]:6} x  {name[:80]}"
+
+    def write(self) -> None:
+        """Write all tables. Raises OSError where the disk does not take them."""
+        folder, events = self.folder, read_events(self.folder.parent / "metrics.jsonl")
+        tables = {
+            "speed": self._speeds(),
+            "time": [row for event in events if event["event"] == "time" for row in time_rows(event)],
+            "system": [event for event in events if event["event"] == "system"],
+            "model": [vars(layer) for layer in self.layers],
+        }
+        if step := self.step:
+            tables["memory"] = self._memory()
+            tables["operators"] = [
+                {
+                    "operator": name,
+                    "calls": step.calls[name],
+                    "seconds": step.seconds.get(name, 0.0),
+                    "bytes": step.allocated.get(name, 0),
+                }
+                for name in {**step.seconds, **step.allocated}
+            ]
+        for name, rows in tables.items():
+            write_csv(folder / f"{name}.csv", rows)
+        write_text(folder / "report.json", to_json(tables | {"verdict": self.verdict()}, indent=1))
+
+
+def time_rows(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each part of a `time` record."""
+    head = {key: event[key] for key in ("epoch", "iteration", "iterations", "wall")}
+    for part in event["seconds"]:
+        yield head | {"part": part} | {key: event[key][part] for key in ("seconds", "longest", "longest_rank")}
+
+
+def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as a table, with the columns of all of them."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(name for row in rows for name in row if name != "event"))
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, columns, extrasaction="ignore")
+        table.writeheader()
+        table.writerows(rows)

@@ -1,0 +1,246 @@
+"""Archives of gridded fields (NetCDF, Zarr, GRIB) seen as channels over time: what utils/prepare_data/prepare.py reads.
+
+A channel is a variable, at one level if it has levels. Files may hold several variables, levels and stretches of time,
+in any division; they are opened once, and read in blocks of time. xarray reads them: `pip install -r
+requirements-prepare.txt`.
+
+Shapes: T time steps, C channels, H latitudes from the north, W longitudes from 0 degrees east.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import cached_property
+
+import numpy as np
+
+from utils.prepare_data.archive_file import REGRID, Piece, pieces_in
+
+ALIASES = {"u10m": "u10", "v10m": "v10"}  # the tutorial's names of what ERA5 calls otherwise
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A named channel, its pieces in the order of time."""
+
+    name: str
+    units: str
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def times(self) -> np.ndarray:
+        return np.concatenate([piece.times for piece in self.pieces])
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """The first step of each piece, and the number of all steps."""
+        return np.cumsum([0, *(len(piece.times) for piece in self.pieces)])
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Channels on one grid, at the same times."""
+
+    channels: tuple[Channel, ...]
+    times: np.ndarray  # [T], seconds since 1970-01-01, one step apart but for gaps
+    latitude: np.ndarray  # [H], degrees north, from the north
+    longitude: np.ndarray  # [W], degrees east, from 0 where they go round the globe
+    rolled: int  # columns are stored this far to the right
+
+    @staticmethod
+    def open(paths: list[str], channels: list[str] | None = None, allow_gaps: bool = False) -> "Archive":
+        """Open files and find the channels: those named (see `find`), by default all there are, by name and level.
+
+        Raises ValueError, in one line with the remedy, for files that cannot be read, variables that are missing,
+        grids and units that differ, and times that go back, differ between channels or leave gaps.
+        """
+        pieces: dict[tuple[str, float | None], list[Piece]] = {}
+        units: dict[tuple[str, float | None], str] = {}
+        useless: dict[str, str] = {}  # variables that cannot be channels, and why
+        for path in paths:
+            for key, unit, piece in pieces_in(path, useless):
+                pieces.setdefault(key, []).append(piece)
+                if unit and units.setdefault(key, unit) != unit:
+                    raise ValueError(
+                        f"{key[0]} is in {units[key]} in {pieces[key][0].path}, and in {unit} in {path}: "
+                        f"bring them to one unit"
+                    )
+        wanted = {re.split("[=@]", text)[-2 if "@" in text else -1] for text in channels or useless}
+        for variable in useless.keys() & wanted:
+            raise ValueError(useless[variable])
+        if not pieces:
+            raise ValueError("the files hold no channel: a variable with a time, a latitude and a longitude")
+        # By name: files come in any order, and not every format keeps the order of its variables.
+        by_name = sorted(pieces, key=lambda key: (key[0], key[1] or 0))
+        named = [find(text, list(pieces)) for text in channels or map(_default_name, by_name)]
+        names = [name for name, _ in named]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"channel {twice!r} is named twice: give each channel a name of its own")
+        found = tuple(
+            Channel(name, units.get(key, ""), tuple(sorted(pieces[key], key=lambda piece: piece.times[0])))
+            for name, key in named
+        )
+        for channel in found:
+            first = channel.pieces[0]
+            for piece in channel.pieces:
+                if piece.fixed != first.fixed:
+                    raise ValueError(
+                        f"{channel.name} stands for {dict(first.fixed)} in {first.path}, and for {dict(piece.fixed)} "
+                        f"in {piece.path}: give files of one kind"
+                    )
+        latitude, longitude = _common_grid(found)
+        width = np.diff(longitude)
+        is_round = np.allclose(width, width[0]) and abs(width[0] * len(longitude) - 360) < width[0] / 2
+        rolled = int(np.argmin(longitude % 360)) if is_round else 0
+        return Archive(
+            channels=found,
+            times=_common_times(found, allow_gaps),
+            latitude=latitude.astype(np.float32),
+            longitude=np.roll(longitude % 360 if is_round else longitude, -rolled).astype(np.float32),
+            rolled=rolled,
+        )
+
+    @property
+    def chunk(self) -> int:
+        """Time steps that are stored together, the most that any file has."""
+        return max(piece.chunk for channel in self.channels for piece in channel.pieces)
+
+    def read(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (number of a channel, its steps `start` to `stop` [T, H, W]): rows from the north, columns from 0E.
+
+        All levels of a variable are read at once: archives store many of them in one chunk.
+        """
+        together: dict[tuple[int, ...], list[int]] = {}
+        for c, channel in enumerate(self.channels):
+            together.setdefault(tuple(id(piece.values) for piece in channel.pieces), []).append(c)
+        for members in together.values():
+            starts = self.channels[members[0]].starts
+            first, last = np.searchsorted(starts, [start, stop - 1], side="right") - 1
+            parts = []
+            for i in range(first, last + 1):
+                pieces = [self.channels[c].pieces[i] for c in members]
+                begin, end = max(start - int(starts[i]), 0), min(stop, int(starts[i + 1])) - int(starts[i])
+                parts.append(pieces[0].read(begin, end, [piece.level for piece in pieces]))
+            values = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            for i, c in enumerate(members):
+                yield c, np.roll(values[:, i], -self.rolled, axis=-1) if self.rolled else values[:, i]
+
+
+def _default_name(key: tuple[str, float | None]) -> str:
+    """Return how to ask for a variable at a level, under its usual name: vo850=vo@850."""
+    variable, level = key
+    return variable if level is None else f"{variable}{level:g}={variable}@{level:g}"
+
+
+def find(text: str, available: list[tuple[str, float | None]]) -> tuple[str, tuple[str, float | None]]:
+    """Return the name of a channel, and its variable and level, of what was asked for.
+
+    `NAME=VARIABLE@LEVEL` says all. `NAME=VARIABLE` is for variables without levels. `NAME` by itself is a variable, or
+    a variable and a level as in `vo850`. Levels are in hPa.
+
+    Raises ValueError where there is no such variable, with what there is.
+    """
+    name, _, source = text.partition("=")
+    variable, at, level = (source or name).partition("@")
+    variables = {known for known, _ in available}
+    split = re.fullmatch(r"(.*?)(\d+)", variable)
+    # u10 and v100 are winds so many metres above the ground: not u at 10 hPa.
+    is_level = split and split[1] in variables and variable not in ("u10", "v10", "u100", "v100")
+    if not at and variable not in variables and is_level:
+        variable, level = split.groups()
+    if variable not in variables:
+        variable = ALIASES.get(variable, variable)
+    levels = [known for v, known in available if v == variable]
+    try:
+        wanted = round(float(level), 6) if level else None
+    except ValueError:
+        raise ValueError(f"channel {text!r} has the level {level!r}: it takes a number, in hPa") from None
+    if wanted is None and len(levels) == 1:
+        wanted = levels[0]
+    if (variable, wanted) in available:
+        return (name if source or not at else variable + level), (variable, wanted)
+    known = [v + ("" if k is None else f"@{k:g}") for v, k in available]
+    close = difflib.get_close_matches(source or name, known, n=3)
+    raise ValueError(
+        f"nothing in the files for channel {text!r}: they hold {', '.join(close or known[:40])}"
+        f"{' ...' if close or len(known) > 40 else ''}; name it as NAME=VARIABLE or NAME=VARIABLE@LEVEL"
+    )
+
+
+def _common_grid(channels: tuple[Channel, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the latitudes, from the north, and the longitudes of all channels.
+
+    Raises ValueError where they differ or are in no order.
+    """
+
+    def grid(piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+        south_first = piece.latitude[0] < piece.latitude[-1]
+        return piece.latitude[::-1] if south_first else piece.latitude, np.round(piece.longitude, 5)
+
+    first = channels[0].pieces[0]
+    latitude, longitude = grid(first)
+    for piece in (piece for channel in channels for piece in channel.pieces):
+        for axis, values, expected in zip(("latitude", "longitude"), grid(piece), (latitude, longitude)):
+            if values.shape != expected.shape or not np.allclose(values, expected, atol=1e-4):
+                raise ValueError(
+                    f"{piece.path} has the {axis} {_range(values)}, and {first.path} {_range(expected)}: {REGRID}"
+                )
+    turn = np.diff(longitude) % 360
+    if len(latitude) < 2 or len(longitude) < 2 or not (turn < 180).all() or turn.sum() >= 360:
+        raise ValueError(f"{first.path} has the longitudes {_range(longitude)}, which go round no globe: {REGRID}")
+    if not (np.diff(latitude) < 0).all():
+        raise ValueError(f"{first.path} has latitudes that rise and fall: {REGRID}")
+    return latitude, longitude
+
+
+def _common_times(channels: tuple[Channel, ...], allow_gaps: bool) -> np.ndarray:
+    """Return the times of all channels. Raises ValueError where they go back, differ, or are not one step apart."""
+    for channel in channels:
+        times = channel.times
+        back = np.flatnonzero(np.diff(times) <= 0)
+        if len(back):
+            files = [piece.path for piece in channel.pieces for _ in piece.times]
+            a, b = files[back[0]], files[back[0] + 1]
+            raise ValueError(
+                f"{channel.name}: {date(times[back[0]])} is followed by {date(times[back[0] + 1])} "
+                f"({a if a == b else f'{a}, then {b}'}): time must rise; leave out what is there twice, sort the rest"
+            )
+    times = channels[0].times
+    for channel in channels[1:]:
+        others = channel.times
+        if not np.array_equal(times, others):
+            lone = np.setxor1d(times, others)[0]
+            has, lacks = (channels[0], channel) if lone in times else (channel, channels[0])
+            raise ValueError(
+                f"{has.name} has the time {date(lone)}, and {lacks.name} has not: give the same times of all channels"
+            )
+    if len(times) < 2:
+        raise ValueError(f"the files hold {len(times)} time: give two or more")
+    steps = np.diff(times)
+    values, counts = np.unique(steps, return_counts=True)
+    step = int(values[counts.argmax()])
+    odd = np.flatnonzero(steps % step)
+    gaps = np.flatnonzero(steps > step)
+    if len(odd):
+        raise ValueError(
+            f"time is irregular: most steps are {step / 3600:g} h, but {date(times[odd[0]])} is followed by "
+            f"{date(times[odd[0] + 1])}: select times at one interval"
+        )
+    if len(gaps) and not allow_gaps:
+        raise ValueError(
+            f"time has {len(gaps)} gap(s), the first from {date(times[gaps[0]])} to {date(times[gaps[0] + 1])}, where "
+            f"steps are {step / 3600:g} h: add the files between, or --allow_gaps (no sample will span one)"
+        )
+    return times
+
+
+def _range(values: np.ndarray) -> str:
+    return f"{values[0]:g} to {values[-1]:g} ({len(values)})"
+
+
+def date(seconds: int) -> str:
+    """Return a time in seconds since 1970-01-01 as a date."""
+    return datetime.fromtimestamp(int(seconds), tz=timezone.utc).strftime("%Y-%m-%dT%H:%M")

@@ -1,0 +1,179 @@
+"""One file of an archive (NetCDF, Zarr, GRIB), seen as pieces of channels: what archive.py puts together.
+
+It is opened once and read in blocks of time. xarray reads it: `pip install -r requirements-prepare.txt`.
+
+Shapes: T time steps, L levels, H latitudes, W longitudes.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import xarray
+
+# What archives call the axes.
+TIMES = ("valid_time", "time")
+LEADS = ("step", "prediction_timedelta", "forecast_period")
+AXES = {
+    "level": ("pressure_level", "isobaricInhPa", "level", "plev", "lev"),
+    "latitude": ("latitude", "lat"),
+    "longitude": ("longitude", "lon"),
+}
+REGRID = "bring them to one regular grid first (cdo remapbil, or xESMF in Python); this tool does not regrid"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a channel that one file holds."""
+
+    path: str
+    times: np.ndarray  # [T], seconds since 1970-01-01
+    values: "xarray.DataArray"  # of all levels, as stored, not read yet
+    time_axis: str | None  # its name; None for a single time
+    level: int | None  # which of several levels that lie side by side
+    latitude: np.ndarray  # as stored
+    longitude: np.ndarray
+    fixed: tuple[tuple[str, object], ...]  # axes of a single value that are left out, and that value
+
+    def read(self, start: int, stop: int, levels: list[int | None]) -> np.ndarray:
+        """Return steps `start` to `stop` of several levels, [T, L, H, W], rows from the north.
+
+        Raises ValueError for a damaged file.
+        """
+        at = {} if self.time_axis is None else {self.time_axis: slice(start, stop)}
+        if levels[0] is not None:
+            at["level"] = levels
+        part = self.values.isel(at)  # a plain slice first: turned round later, it is still read in one stretch
+        try:
+            values = part.values
+        except Exception as error:  # each engine has its own kinds
+            raise ValueError(f"{self.path} cannot be read ({_first_line(error)}): copy it again") from None
+        axes = [axis for axis in (self.time_axis, "level", "latitude", "longitude") if axis in part.dims]
+        values = values.transpose([part.dims.index(axis) for axis in axes])
+        values = values.reshape(-1, len(levels), *values.shape[-2:])
+        return values[:, :, ::-1] if self.latitude[0] < self.latitude[-1] else values
+
+    @property
+    def chunk(self) -> int:
+        """Time steps that are stored together, and decompressed together."""
+        chunks = self.values.encoding.get("preferred_chunks") or {}
+        return min(int(chunks.get(self.time_axis, 1)), len(self.times))
+
+
+def pieces_in(path: str, useless: dict[str, str]) -> Iterator[tuple[tuple[str, float | None], str, Piece]]:
+    """Yield ((variable, level), units, piece) for all that a file holds on a grid of latitudes and longitudes.
+
+    What cannot be a channel is noted in `useless`, with the reason.
+    """
+    for dataset in open_archive(path):
+        dataset = dataset.rename(_axis_names(dataset))
+        bounds = {dataset[name].attrs.get("bounds") for name in dataset.coords}
+        for variable, values in dataset.data_vars.items():
+            name = str(variable)
+            if variable in bounds or values.ndim < 2:
+                continue
+            if not {"latitude", "longitude"} <= set(values.dims):
+                useless[name] = (
+                    f"{path}: {name} has the axes {', '.join(values.dims)}, no latitude and longitude: {REGRID}"
+                )
+                continue
+            times, time_axis = _times(path, values)
+            if times is None or not len(times):
+                continue  # a constant, such as a land mask, or a file without steps
+            fixed = []
+            others = [axis for axis in values.dims if axis not in (time_axis, "level", "latitude", "longitude")]
+            if "level" in values.dims and "level" not in values.coords:
+                others.append("level")
+            several = [axis for axis in others if values.sizes[axis] > 1]
+            if several:
+                useless[name] = (
+                    f"{path}: {name} has {values.sizes[several[0]]} values along {several[0]!r}: "
+                    f"select one of them, or combine them, first"
+                )
+                continue
+            for axis in others:
+                fixed.append((axis, values[axis].item() if axis in values.coords else None))
+                values = values.isel({axis: 0})
+            units = str(values.attrs.get("units", "")).replace("**", "")
+            grid = [values[axis].values.astype(np.float64) for axis in ("latitude", "longitude")]
+            levels, scale = [None], 1.0
+            if "level" in values.coords:
+                levels = values.level.values.reshape(-1)
+                scale = 0.01 if values.level.attrs.get("units") == "Pa" else 1.0
+            for i, level in enumerate(levels):
+                key = name, None if level is None else round(float(level) * scale, 6)
+                index = i if "level" in values.dims else None
+                yield key, units, Piece(path, times, values, time_axis, index, *grid, tuple(fixed))
+
+
+def _times(path: str, values: "xarray.DataArray") -> tuple[np.ndarray | None, str | None]:
+    """Return the times [T] that fields are valid at, and the name of their axis; (None, None) for constants.
+
+    Raises ValueError where they are no dates.
+    """
+    axis = next((name for name in TIMES if name in values.dims), None)
+    along = {axis} - {None}
+    chosen = next((name for name in TIMES if name in values.coords and set(values[name].dims) == along), None)
+    if chosen is None:
+        return None, None
+    times = values[chosen]
+    if not np.issubdtype(times.dtype, np.datetime64):
+        calendar = times.encoding.get("calendar") or getattr(times.values.reshape(-1)[0], "calendar", "unknown")
+        raise ValueError(
+            f"{path}: its time is no date of the usual calendar (calendar {calendar}): convert it first "
+            f"(xarray's convert_calendar)"
+        )
+    times = times.values.reshape(-1).astype("datetime64[ns]")
+    if chosen != "valid_time":  # forecasts: the time that they start from, and the lead
+        for name in LEADS:
+            if name in values.coords and values[name].size == 1:
+                times = times + values[name].values.reshape(-1)[0].astype("timedelta64[ns]")
+    if np.isnat(times).any():
+        raise ValueError(f"{path}: some of its times are missing: give each step a date")
+    return (times.astype(np.int64) + 500_000_000) // 1_000_000_000, axis
+
+
+def open_archive(path: str) -> list["xarray.Dataset"]:
+    """Open a file; GRIB files come as several data sets, one for each kind of level."""
+    try:
+        import xarray
+    except ImportError:
+        raise ValueError(
+            "reading archives needs xarray, which is not installed: `pip install -r requirements-prepare.txt`"
+        ) from None
+    if not Path(path).exists():
+        raise ValueError(f"no file {path!r}: {'copy it here first' if '://' in path else 'check the path'}")
+    try:
+        if Path(path).suffix in (".grib", ".grb", ".grib2", ".grb2"):
+            import cfgrib
+
+            logging.getLogger("cfgrib").setLevel(logging.CRITICAL)  # what it logs it raises, too
+            return cfgrib.open_datasets(path, indexpath="", errors="raise")
+        if Path(path).is_dir():
+            return [xarray.open_zarr(path, chunks=None)]
+        return [xarray.open_dataset(path)]
+    except Exception as error:  # each engine has its own kinds
+        raise ValueError(f"cannot read {path} as NetCDF, Zarr or GRIB ({_first_line(error)}): check the file") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _axis_names(dataset: "xarray.Dataset") -> dict[str, str]:
+    """Return how to rename the axes of space: the first name of each kind that is one, else a single value."""
+    renamed = {}
+    for axis, names in AXES.items():
+        along = [name for name in names if name in dataset.dims and name in dataset.coords]
+        single = [name for name in names if name in dataset.coords and dataset[name].ndim == 0]
+        chosen = (along + single)[:1]
+        if chosen and chosen[0] != axis:
+            renamed[chosen[0]] = axis
+            if axis in dataset.variables or axis in dataset.dims:
+                renamed[axis] = f"other_{axis}"
+    return renamed

@@ -1,0 +1,116 @@
+"""Start a run: join the other ranks, run its main, and leave together.
+
+A process alone is a group of one: nothing else in the code asks whether it is distributed.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from utils.errors import NOT_SAVED, Ended, ReadError, Refused, WriteError
+from utils.ranks.watchdog import Watch, end_now, place
+from utils.ranks.world import World, find_world
+
+JOINING = timedelta(minutes=10)  # the processes of a large job may start minutes apart
+
+
+def start(main: Callable[[World, list[str]], None], argv: list[str], load: Callable | None = None) -> None:
+    """Join the other ranks, run `main(world, argv)`, and leave together.
+
+    `load(argv)` returns the configuration, and what else: its `comm_timeout` is how long ranks wait for one another.
+
+    The exit code is 0 at the end, 75 for a run that saved its state and can go on, 74 where the last checkpoint or a
+    result could not be written, and 2 for what a user can mend, told in one line. What nobody foresaw ends this rank
+    with 1, and by that the others.
+    """
+    world, watch = World(), None
+    threading.excepthook = partial(_told_by_the_next_call, others=threading.excepthook)
+    try:
+        world = find_world(os.environ)
+        join(world, _longest_wait(load, argv))
+        watch = Watch()
+        main(world, argv)
+        code = 0
+    except Ended as ended:
+        (code,) = ended.args
+    except Refused as error:
+        if world.rank == 0:
+            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+        error.__traceback__ = None  # it holds main's variables, and NCCL waits for recorded graphs to be gone
+        code = 2
+    except ReadError as error:
+        end_now(f"rank {world.rank}: {error}", 2)
+    except WriteError as error:
+        end_now(f"rank {world.rank}: {error}", NOT_SAVED)
+    except Exception as error:
+        if world.size == 1:
+            raise
+        _end_all(world, error)
+    if watch:
+        dist.barrier()  # launchers end a job at the first exit: no rank leaves before rank 0 has printed
+        watch.close()
+        dist.destroy_process_group()
+    if code:
+        sys.exit(code)
+
+
+def _told_by_the_next_call(args: threading.ExceptHookArgs, others: Callable) -> None:
+    """TensorBoard's thread prints no traceback where the disk is full: the next call of its writer raises OSError."""
+    if not (type(args.thread).__module__.startswith("tensorboard") and issubclass(args.exc_type, OSError)):
+        others(args)
+
+
+def _longest_wait(load: Callable | None, argv: list[str]) -> timedelta:
+    """Return how long ranks wait for one another. What is wrong with the configuration `main` finds, with all ranks."""
+    with contextlib.suppress(Exception):
+        config, *_ = load(argv)
+        return config.longest_wait
+    return JOINING
+
+
+def _end_all(world: World, error: Exception) -> None:
+    """End this process with what happened: the other ranks wait for it, and learn of its end at once."""
+    stack = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, dist.DistError) or "gloo" in str(error):  # a collective that failed, or waited too long
+        end_now(f"rank {world.rank}: {str(error).splitlines()[0].rpartition('] ')[2]} ({place(stack)})")
+    traceback.print_exc()
+    end_now(f"rank {world.rank}: {type(error).__name__} ({place(stack)})")
+
+
+def join(world: World, wait: timedelta = JOINING) -> None:
+    """Create the group of all ranks: NCCL (RCCL) moves GPU tensors, gloo CPU tensors.
+
+    When all are here, they wait for one another as long as `wait`: in collectives, and where they set up other groups.
+    A process that does not find the others ends here: they cannot be told.
+    """
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if world.size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+        # Ranks that share cores and spin on two threads each made steps up to 30 times slower.
+        torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=JOINING))
+        if store.add("here", 1) == world.size:
+            store.set("all are here", "")
+        store.wait(["all are here"], JOINING)
+        store.set_timeout(wait)
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=wait)
+    except dist.DistError as error:
+        end_now(
+            f"rank {world.rank} of {world.size} could not join the others at {world.address}, port {world.port} "
+            f"({str(error).splitlines()[0]}): start all ranks, with the name of rank 0's host as MASTER_ADDR and a "
+            f"free port as MASTER_PORT",
+            code=2,
+        )

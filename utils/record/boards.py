@@ -1,0 +1,109 @@
+"""Curves and pictures of a run: in TensorBoard, and in MLflow where asked for (`--tracker`)."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from utils.config.settings import Config
+from utils.record.mlflow_board import MlflowBoard
+
+# What of a line of metrics.jsonl is a curve. Where a key has several values, each is one, by its name.
+TAGS = {
+    "step": {"loss": "Loss/step", "grad_norm": "Gradient norm", "lr": "Learning Rate"},
+    "speed": {"iters_per_sec": "Avg iters per sec", "samples_per_sec": "Avg samples per sec"},
+    "epoch": {
+        "train_loss": "Loss/train",
+        "valid_loss": "Loss/valid",
+        "valid_loss_ema": "Loss/valid_ema",
+        "valid_rmse": "RMSE({})/valid",
+        "valid_rmse_ema": "RMSE({})/valid_ema",
+        "valid_acc_timemean": "ACC_timemean({})/valid",
+        "memory_gb": "Memory/{} [GiB]",
+        "valid_samples_per_sec": "Speed/validation",
+        "loader_samples_per_sec": "Speed/readers",
+        "mfu": "MFU",
+    },
+    "time": {"seconds": "Time/{} [s]"},
+    "system": {
+        key: f"System/{key}"
+        for key in (
+            *("cores", "memory_gb", "node_memory", "read_gb", "written_gb", "sent_gb", "received_gb"),
+            *("gpu_use", "gpu_memory_gb", "joules", "joules_per_sample"),
+        )
+    },
+}
+
+
+class Curves:
+    """Writes them below `logs/` of the run's folder. Where the disk is full training goes on without.
+
+    Args:
+        purge_step: what an earlier process wrote from this step on is void; None keeps all.
+    """
+
+    def __init__(self, folder: Path, config: Config, purge_step: int | None):
+        self.folder, self.is_broken = folder, False
+        self.boards: list[SummaryWriter | MlflowBoard] = [SummaryWriter(folder / "logs", purge_step=purge_step)]
+        if config.tracker == "mlflow":
+            self.boards.append(MlflowBoard(folder, config, goes_on=purge_step is not None))
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        """Add a point to each curve."""
+        with self.if_there_is_room():
+            for name, value in values.items():
+                for board in self.boards:
+                    board.add_scalar(name, value, step)
+
+    def points(self, event: dict[str, Any]) -> None:
+        """Add a point to each curve that a line of metrics.jsonl tells of."""
+        found: dict[str, float] = {}
+        for key, tag in TAGS[event["event"]].items():
+            value = event.get(key)
+            found |= {tag.format(name): x for name, x in value.items()} if isinstance(value, dict) else {tag: value}
+        self.scalars({tag: value for tag, value in found.items() if value is not None}, event["iteration"])
+
+    def image(self, name: str, pixels: np.ndarray, step: int) -> None:
+        """Add a picture, uint8 [rows, columns, 3]."""
+        with self.if_there_is_room():
+            for board in self.boards:
+                board.add_image(name, pixels, step, dataformats="HWC")
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Add a text, in Markdown."""
+        with self.if_there_is_room():
+            for board in self.boards:
+                board.add_text(name, text, step)
+
+    def sync(self) -> None:
+        """Bring TensorBoard's to the disk: what failed before is opened anew. Any thread may call this."""
+        with self.if_there_is_room():
+            if self.is_broken:
+                self.boards[0], self.is_broken = SummaryWriter(self.folder / "logs"), False
+            self.boards[0].flush()
+
+    def send(self) -> None:
+        """Bring the trackers' to where it belongs."""
+        for tracker in self.boards[1:]:
+            tracker.flush()
+
+    def close(self, status: str) -> None:
+        """End the run: FINISHED, FAILED, or KILLED where it can go on."""
+        with self.if_there_is_room():
+            self.boards[0].close()
+        for tracker in self.boards[1:]:
+            tracker.close(status)
+
+    @contextlib.contextmanager
+    def if_there_is_room(self) -> Iterator[None]:
+        """Let training go on where its curves and pictures cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            if not self.is_broken:
+                logging.warning("Curves and pictures are not written (%s): training goes on", error)
+            self.is_broken = True  # its thread has ended, and each call fails from now on

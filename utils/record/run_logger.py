@@ -1,0 +1,213 @@
+"""What a run tells: its log, metrics.jsonl, TensorBoard and pictures. Rank 0 writes them."""
+
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import matplotlib.image
+import torch
+from torch import Tensor, nn
+
+from utils.checkpoint import store as checkpoint
+from utils.data.dataset import Job
+from utils.device import allocator_settings, peak_flops
+from utils.errors import Ended
+from utils.files import cut_records, to_json
+from utils.observers import EpochRecord, Observer
+from utils.plots import forecast_figure, render
+from utils.record.boards import Curves
+from utils.record.log import close_log, open_log
+from utils.spans import span
+
+
+class RunLogger(Observer):
+    """The files of a run, in its folder."""
+
+    def __init__(self, folder: Path, job: Job):
+        self.folder, self.job = folder, job
+        self.handlers = open_log(folder / "out.log")
+        self.records: BinaryIO | None = None
+        self.unwritten, self.lock = b"", threading.Lock()  # lines that the disk has not taken; two threads write
+        self.curves: Curves | None = None
+        self.is_first_epoch = True  # of this process
+        self.last: EpochRecord | None = None
+
+    def open_records(self, iteration: int, epochs: int, resumed: Path | None) -> None:
+        """Begin to write after so many iterations and epochs; what an earlier process wrote of later ones is void.
+
+        Args:
+            resumed: the checkpoint that the run goes on from. Those after it are void, too.
+        """
+        # Said before the records of these iterations are cut.
+        there = checkpoint.find(self.folder / "checkpoints") if resumed else []
+        checkpoint.set_aside(path for path in there if path.name > resumed.name)
+        path, is_redone = self.folder / "metrics.jsonl", False
+        if iteration:
+            kept, void = cut_records(path, iteration, epochs)
+            # A validation whose checkpoint was not written: its scores are on the board at the last step that counts.
+            is_redone = any(event["event"] == "epoch" and event["iteration"] == iteration for event in void)
+        self.records = path.open("ab", buffering=0)
+        self.curves = Curves(self.folder, self.job.config, iteration + (not is_redone) if iteration else None)
+        if is_redone:
+            self.curves.points(next(event for event in reversed(kept) if event["event"] == "step"))
+        if resumed:
+            self.write({"event": "resume", "iteration": iteration, "checkpoint": str(resumed)})
+
+    def sync(self) -> None:
+        """Bring all records up to here to the disk. Raises OSError where it does not take them."""
+        self.curves.sync()
+        self._write_lines()
+        os.fsync(self.records.fileno())
+
+    def send(self) -> None:
+        """Send to trackers what they have not got. In the thread that trains."""
+        self.curves.send()
+
+    def close_files(self, error: BaseException | None) -> None:
+        """Close the files; out.log gets the error that ends the run."""
+        if self.records is not None:
+            self.records.close()
+        if self.curves is not None:
+            self.curves.close("FINISHED" if error is None else "KILLED" if isinstance(error, Ended) else "FAILED")
+        terminal, file = self.handlers
+        close_log([terminal])
+        if error is not None and not isinstance(error, Ended):
+            logging.error("%s: %s", type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]))
+        close_log([file])
+
+    def begin(self, run: Any) -> None:
+        self.memory = run.memory
+
+    def describe(self, model: nn.Module) -> None:
+        """Log what will be trained, on what, and how fast it could go."""
+        config, data, fields = self.job.config, self.job.data, self.job.data.fields
+        self.flops = model.flops()
+        self.peak, source = peak_flops(self.job.device, config.amp_mode, config.tf32)
+        allocator = allocator_settings(config.expandable_segments, self.job.device)
+        for remark in (fields.warning, allocator and f"GPU memory allocator: {allocator}"):
+            if remark:
+                logging.info(remark)
+        C, H, W = data.train_files.shape
+        logging.info("Run folder: %s", self.folder)
+        ranks, threads = self.job.world.size, torch.get_num_threads()
+        logging.info("Device: %s, %d rank(s), %d thread(s) each", self.job.device, ranks, threads)
+        logging.info(
+            "Data: %d training and %d validation samples of %d channels in, %d out, %d x %d of %d x %d; dt is %s",
+            *(len(data.train_pairs), len(data.valid_pairs), len(fields.in_names), len(fields.out_names)),
+            *(*config.img_size, H, W, fields.hours),
+        )
+        logging.info("Reading: %s", data.reading)
+        logging.info(
+            "Batch: %d = %d a pass x %d data-parallel rank(s) x %d accumulation step(s); "
+            "%d iterations an epoch, %d in all",
+            *(config.global_batch_size, config.local_batch_size, data.num_shards, config.accumulation_steps),
+            *(len(data.train_loader), config.num_iters),
+        )
+        logging.info(
+            "Model: %s parameters on each rank, %.4g GFLOP a sample forward; attention kernel: %s",
+            f"{sum(p.numel() for p in model.parameters()):,}",
+            self.flops / 1e9,
+            model.blocks[0].attn.kernel.replace("auto", "SDPA's choice"),
+        )
+        logging.info("Peak of one device for MFU: %.4g TFLOP/s (%s)", self.peak / 1e12, source)
+
+    def step_is_known(self, record: dict[str, Any]) -> None:
+        """Record an iteration."""
+        self.write(record)
+        self.curves.points(record)
+
+    @span("logging")
+    def after_training(self, record: EpochRecord) -> None:
+        """Log how fast the iterations of an epoch were, and their loss."""
+        if record.iterations:
+            speed, seconds = record.samples_per_sec, record.seconds
+            logging.info("Time taken for epoch %i is %f sec, avg %f samples/sec", record.epoch, seconds, speed)
+            speeds = {"iters_per_sec": record.iterations / seconds, "samples_per_sec": speed}
+            self.curves.points({"event": "speed", "iteration": record.iteration, **speeds})
+        logging.info("  Avg train loss=%f", record.train_loss)
+        logging.info(" Memory usage after forward pass: %f GB.", self.memory.after_forward)
+        parts = record.memory_gb.items()
+        logging.info("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
+        if self.is_first_epoch and record.iterations:  # what compiles did so in its first iteration
+            first = record.first_iteration_sec
+            rest = (record.seconds - first) / max(record.iterations - 1, 1)
+            logging.info("  First iteration: %f sec, those after it: %f sec each", first, rest)
+            self.is_first_epoch = False
+
+    @span("logging")
+    def after_epoch(self, record: EpochRecord, example: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Record an epoch and its validation, and draw `example` (input, target, forecast)."""
+        speed, self.last = record.samples_per_sec, record
+        record.mfu = speed and 3 * self.flops * speed / (self.job.world.size * self.peak)
+        self.write(record.event())
+        logging.info("  Avg val loss={}".format(record.valid_loss))
+        if record.valid_loss_ema is not None:
+            logging.info("  Avg val loss of the moving average={}".format(record.valid_loss_ema))
+        logging.info("  Total validation time: {} sec".format(record.validation_seconds))
+        self.curves.points(record.event())
+        self._draw(example, record.iteration)
+        self.curves.sync()
+        self.curves.send()
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Write a line of metrics.jsonl. What the disk does not take waits, and no checkpoint counts meanwhile."""
+        with self.lock:
+            self.unwritten += (to_json(event) + "\n").encode()
+        with contextlib.suppress(OSError):
+            self._write_lines()
+
+    def _write_lines(self) -> None:
+        with self.lock:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.records.write(self.unwritten) :]
+
+    def _draw(self, example: tuple[Tensor, Tensor, Tensor], iteration: int) -> None:
+        """Write `pictures/<channel>.png`, the latest, and keep all of them with the curves."""
+        (inp, target, forecast), data, fields = example, self.job.data, self.job.data.fields
+        date = data.valid_files.date(*data.valid_pairs[0])
+        for c in fields.plot_channels:
+            name, origin = fields.out_names[c], fields.origins[c]
+            shown = {
+                "input": None if origin < 0 else fields.to_units(inp[origin], c),
+                "target": fields.to_units(target[c], c),
+                "forecast": fields.to_units(forecast[c], c),
+            }
+            title = f"{name}, {date} + {fields.hours}, after {iteration} iterations"
+            figure = forecast_figure(shown, fields.latitude, fields.longitude, name, fields.units[c], title)
+            pixels = render(figure)
+            with self.curves.if_there_is_room():
+                (self.folder / "pictures").mkdir(exist_ok=True)
+                matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
+            self.curves.image(f"Visualization, {name}", pixels, iteration)
+
+    @span("logging")
+    def costs(self, record: dict[str, Any]) -> None:
+        """Record what an epoch cost: its time by part, or what it took of the machine."""
+        self.write(record)
+        self.curves.points(record)
+
+    def tables(self, lines: list[str], step: int) -> None:
+        """Show lines that are laid out already, as text beside the curves."""
+        self.curves.text("Report", "\n".join(f"    {line}" for line in lines), step)
+
+    def close(self, error: BaseException | None) -> None:
+        """Log the last validation of a run that came to its end, channel by channel."""
+        if error is not None or self.last is None:
+            return
+        rmse, persistence, units = self.last.valid_rmse, self.last.persistence_rmse, self.last.valid_rmse_units
+        fields, names = self.job.data.fields, self.job.data.fields.out_names
+        text = "Validation after %d iterations, RMSE at %s (normalised; in units; persistence):"
+        logging.info(text, self.last.iteration, fields.hours)
+        for name, unit in zip(names, fields.units):
+            base = "none" if persistence[name] is None else f"{persistence[name]:.4f}"
+            logging.info("  %-10s %.4f   %.4g %s   %s", name, rmse[name], units[name], unit, base)
+        known = [name for name in names if persistence[name]]
+        if known:
+            ratio = sum(rmse[n] for n in known) / sum(persistence[n] for n in known)
+            logging.info("  Mean RMSE over channels: %.3f of persistence's", ratio)
+        for c in fields.plot_channels:
+            logging.info("  Picture: %s", self.folder / "pictures" / f"{names[c]}.png")
+        logging.info("  Records: %s", self.folder / "metrics.jsonl")

@@ -1,0 +1,184 @@
+"""The folder of a run: made anew, or found again with what a run left in it.
+
+<expdir>/<config>/<N>{GPU,MP}/<run_num>/  out.log  config.yaml  metrics.jsonl  logs/  pictures/  checkpoints/ lock owner
+"""
+
+import os
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from utils.checkpoint import store as checkpoint
+from utils.checkpoint.store import Unreadable
+from utils.config.settings import Config, affecting
+from utils.files import lock
+
+
+@dataclass
+class RunFolder:
+    """Where a run's files lie, and its checkpoints, the newest first: complete ones with their info, others without."""
+
+    path: Path
+    checkpoints: list[tuple[Path, dict[str, Any] | None]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def newest(self) -> dict[str, Any] | None:
+        """The info of the newest complete checkpoint."""
+        return next((info for _, info in self.checkpoints if info), None)
+
+
+def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
+    """Return the folder of a run, a new one or the one to go on in, and its lock.
+
+    Raises ValueError where it cannot be written or another run is at work in it, where there is nothing to resume, and
+    where a key that decides training has changed.
+    """
+    if config.run_num in ("", ".", "..") or "/" in config.run_num:
+        raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
+    found = _find(config)
+    if found is None:
+        found = RunFolder(make_run_folder(config, name))
+        lock = lock_run(found.path)
+    else:
+        lock, seen = lock_run(found.path), found.path
+        found = _find(config)  # once more: until now another process may have been at work here
+        if found is None or found.path != seen:
+            raise ValueError(f"{seen} changed while it was opened: start again")
+        if found.newest:
+            check_same_training(found.path, found.newest["config"], config)
+    try:
+        config.save(found.path / "config.yaml")
+        (found.path / "owner").write_text(whoami())
+    except OSError as error:
+        raise ValueError(f"cannot write to {found.path} ({error.strerror}): a run goes on in its own folder") from None
+    return found, lock
+
+
+def make_run_folder(config: Config, name: str) -> Path:
+    """Create `<expdir>/<config>/<name>/<run_num>/` and return it; an old folder of that name is renamed aside."""
+    path = Path(config.expdir) / config.config / name / config.run_num
+    try:
+        if path.exists():
+            lock_run(path).close()
+            rename_aside(path)
+        (path / "logs").mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the run folder {path} ({error.strerror}): choose another --expdir, or --run_num"
+        ) from None
+    return path
+
+
+def rename_aside(path: Path) -> None:
+    """Rename a folder to the first free of `<name>.1`, `<name>.2`, ..."""
+    path.rename(next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists()))
+
+
+def lock_run(path: Path, remedy: str = "choose another --run_num") -> TextIO:
+    """Take the folder for this process, as utils.files.lock does. Raises ValueError where another process has it."""
+    if file := lock(path / "lock"):
+        return file
+    raise ValueError(f"{path} is in use by {_holder(path) or 'another process'}: wait for its end, or {remedy}")
+
+
+def _holder(path: Path) -> str:
+    """Return what the process that works, or worked, on a run wrote about itself.
+
+    Not into the lock: whoever closes a file loses the locks that it has on it.
+    """
+    file = path / "owner"
+    return file.read_text().strip() if file.exists() else ""
+
+
+def whoami() -> str:
+    """Return what a process writes about itself into the file `owner`."""
+    return f"{_job()}process {os.getpid()} on {socket.gethostname()}\n"
+
+
+def _job() -> str:
+    """Return what a Slurm job writes about itself; nothing outside Slurm."""
+    return f"job {os.environ['SLURM_JOB_ID']}, " if "SLURM_JOB_ID" in os.environ else ""
+
+
+def _find(config: Config) -> RunFolder | None:
+    """Return the run to go on with, as `resume` says; None for a new one."""
+    if own := _find_own(config):
+        return own
+    if config.resume == "none":
+        return None
+    return _find_newest(config) if config.resume == "auto" else _find_at(Path(config.resume))
+
+
+def _find_own(config: Config) -> RunFolder | None:
+    """Return the run that this Slurm job began in an earlier life, with all its checkpoints.
+
+    It goes on with it whatever `resume` says, and even if another job has renamed it aside meanwhile.
+    """
+    if not _job() or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        return None
+    aside = re.compile(re.escape(config.run_num) + r"(\.\d+)?")
+    folders = {path for path in Path(config.expdir, config.config).glob("*/*") if aside.fullmatch(path.name)}
+    folders.add(_run_of(Path(config.resume)))
+    return _newest(path for path in folders if _job() in _holder(path))
+
+
+def _find_newest(config: Config) -> RunFolder | None:
+    """Return the run with the newest checkpoint, of those with this name on any number of ranks."""
+    return _newest(path for path in Path(config.expdir, config.config).glob("*/*") if path.name == config.run_num)
+
+
+def _newest(folders: Iterable[Path]) -> RunFolder | None:
+    runs = [run for run in map(_read_run, folders) if run.checkpoints]
+    return max(runs, key=lambda run: run.checkpoints[0][0].stat().st_mtime, default=None)
+
+
+def _find_at(path: Path) -> RunFolder:
+    """Return the run at this path: its folder, or one of its checkpoints. Raises ValueError where there is none."""
+    run = _read_run(_run_of(path))
+    if path.parent.name == "checkpoints":
+        run.checkpoints = [(found, info) for found, info in run.checkpoints if found.name == path.name]
+    if not run.checkpoints:
+        raise ValueError(
+            f"cannot resume from {path}, which {'holds no checkpoint' if path.exists() else 'is not there'}: "
+            f"give the folder of a run, or one of its checkpoints"
+        )
+    return run
+
+
+def _run_of(path: Path) -> Path:
+    """Return the folder of a run, of which this is the path, or that of its checkpoints, or of one of them."""
+    if path.parent.name == "checkpoints":
+        return path.parent.parent
+    return path.parent if path.name == "checkpoints" else path
+
+
+def _read_run(path: Path) -> RunFolder:
+    run = RunFolder(path)
+    folders = checkpoint.find(path / "checkpoints")
+    for folder in folders:
+        info = None
+        try:
+            info = checkpoint.read_info(folder)
+            if folder.with_name(str(info["best"]["name"])) not in folders:  # a better one came later, and is lost
+                info["best"] = {"loss": None, "name": None}
+        except Unreadable as error:
+            if not any(older for _, older in run.checkpoints):
+                run.remarks.append(f"Checkpoint left out: {error}")
+        run.checkpoints.append((folder, info))
+    return run
+
+
+def check_same_training(path: Path, old: dict[str, Any], config: Config) -> None:
+    """Raise ValueError where a key that decides training differs from `old`, the run's configuration so far."""
+    for key in affecting("training"):  # of the data, their number is compared: see Run
+        before = old.get(key, getattr(Config, key))  # a key that its code did not know yet
+        now = list(x) if isinstance(x := getattr(config, key), tuple) else x
+        if before != now:
+            raise ValueError(
+                f"{path} was trained with {key} {before}, and now it is {now}: a resumed run keeps it; "
+                f"set it back, or begin a new run with its weights (python -m utils.checkpoint export, --init_from)"
+            )

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import torch
 
 from utils.checkpoint import store as checkpoint
-from utils.observers import Observer
+from utils.observers import EpochRecord, Observer
 from utils.run.run import Run
 from utils.run.saving import Saving
 
@@ -38,6 +38,20 @@ class At(Observer):
         if writer := saving.checkpointer.thread:
             writer.join()  # then what is there is known
         self.do(self.run)
+
+
+@dataclass
+class InValidation(Observer):
+    """Something that happens to all ranks before the first validation, after iteration 5."""
+
+    do: Callable[[Run], None]
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+
+    def after_training(self, record: EpochRecord) -> None:
+        if record.iteration == 5:
+            self.do(self.run)
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,7 @@ FAULTS = {
     "SIGTERM": Fault((STOP,), {75}, 9, "Stopping after 9 of 14 iterations: SIGTERM"),
     "SIGUSR1, one rank": Fault((At(Send(signal.SIGUSR1), rank=-1),), {75}, 9, "Stopping after 9 of 14 iterations: "),
     "SIGINT": Fault((At(Send(signal.SIGINT)),), {75}, 9, "Stopping after 9 of 14 iterations: SIGINT"),
-    "SIGTERM in validation": Fault((At(Send(signal.SIGTERM), iteration=5),), {75}, 5, "Stopping after 5 of 14 iter"),
+    "SIGTERM in validation": Fault((InValidation(Send(signal.SIGTERM)),), {75}, 5, "Stopping after 5 of 14 iter"),
     "SIGKILL, one rank": Fault((At(KILL, rank=-1),), {-9, 1}, 5, ""),
     "SIGKILL, all ranks": Fault((At(KILL, iteration=9),), {-9, 1}, 8, ""),
     "SIGKILL in mid-save": Fault((InSave(killed),), {-9, 1}, 5, ""),

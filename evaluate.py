@@ -21,8 +21,7 @@ from utils.forecast.data import ForecastData
 from utils.forecast.evaluation import EvaluationRun
 from utils.forecast.settings import load_evaluation, load_forecasters
 from utils.ranks.agree import all_ranks_agree
-from utils.ranks.start import start
-from utils.ranks.world import World
+from utils.ranks.start import World, start
 from utils.run.setup import prepare
 
 

@@ -29,12 +29,10 @@ from utils.checkpoint.weights import load_weights
 from utils.compiler import compile_modules
 from utils.config.settings import Config
 from utils.data.batches import Batch
-from utils.data.dataset import Job, WeatherData
-from utils.data.fields import Fields
+from utils.data.dataset import Fields, Job, WeatherData
 from utils.loss import relative_l2
 from utils.ranks.agree import all_ranks_agree
-from utils.ranks.start import start
-from utils.ranks.world import World
+from utils.ranks.start import World, start
 from utils.run.run import Run
 from utils.run.setup import prepare, settle_buckets
 from utils.spans import span
@@ -115,7 +113,6 @@ def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData,
 
     `step(inp, target)` fills the gradients, returns the loss; `update(lr)` changes the weights, returns the norm.
     """
-    run.log("Starting Training Loop...")
     while not run.should_stop:
         model.train()
         for batch in run.batches():

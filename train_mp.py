@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from distributed.helpers import GridScaler, TensorParallelGradients, sliced_dims
 from distributed.mappings import reduce
@@ -23,24 +22,22 @@ from utils.checkpoint.state import TrainingState
 from utils.comm import Grid
 from utils.compiler import compile_modules
 from utils.config.reader import load_config
-from utils.data.dataset import Job, WeatherData
-from utils.data.token_shard import TokenShard
+from utils.data.dataset import Job, TokenShard, WeatherData
 from utils.loss import relative_l2
 from utils.ranks.agree import all_ranks_agree
-from utils.ranks.start import start
-from utils.ranks.world import World
+from utils.ranks.start import World, start
 from utils.run import setup
 from utils.run.run import Run
 
 
 def make_step(
-    serial_step: Callable[..., Tensor], grid: Grid, shard: TokenShard, gradients: TensorParallelGradients
-) -> Callable[[Tensor, Tensor], Tensor]:
+    serial_step: Callable[..., torch.Tensor], grid: Grid, shard: TokenShard, gradients: TensorParallelGradients
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return the step of chapter 1 with what a parallel model adds to it."""
     # A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
     distance = partial(relative_l2, total=partial(reduce, group=shard.group))
 
-    def step(inp: Tensor, target: Tensor) -> Tensor:
+    def step(inp: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Fill the gradients: means over dp, sums over cp, and over tp where its ranks hold replicas."""
         # DDP divides by dp x cp, and the gradients are to be divided by dp only.
         loss = serial_step(inp, target, distance=distance, gradient_factor=grid.get_size("cp"))

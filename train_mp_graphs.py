@@ -21,8 +21,7 @@ from distributed.parallelize import ParallelViT
 from utils.comm import Grid
 from utils.config.reader import load_config
 from utils.config.settings import Config
-from utils.ranks.start import start
-from utils.ranks.world import World
+from utils.ranks.start import World, start
 from utils.run.run import Run
 
 

@@ -11,42 +11,50 @@ from pathlib import Path
 
 import pytest
 
+from docs.figures import rooms
 from tests.helpers import ROOT
+from utils.data.read_worker import START as READER_START
 
-OURS = {"networks", "utils", "distributed", "tests", "benchmarks", "train", "train_mp", "train_mp_graphs", "evaluate"}
-MAY_IMPORT = {
-    "networks": {"networks"},
-    "utils": {"utils"},
-    "distributed": {"distributed", "networks", "utils"},
-    ".": {"distributed", "networks", "utils", "train", "train_mp"},
-}
+# Each may import those before it; the chapters stand one upon the other.
+SPINE = ["ranks", "data", "record", "run", "train", "train_mp", "train_mp_graphs"]
 
 
-def imports(source: str) -> set[str]:
-    """The top names of all modules that a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module if node.level == 0 else "." * node.level)
-    return {name.split(".")[0] if not name.startswith(".") else name for name in names}
-
-
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_imports_run_one_way(folder):
-    for path in (ROOT / folder).glob("*.py"):
-        allowed = MAY_IMPORT[folder] - ({path.stem} if folder == "." else set())
-        found = imports(path.read_text())
-        assert not {name for name in found if name.startswith(".")}, f"{path}: relative import"
-        assert found & OURS <= allowed, f"{path} imports {found & OURS - allowed}"
+def test_no_import_runs_in_a_circle_or_upwards():
+    """utils knows neither the chapters, nor `distributed`, nor `networks`, which knows nothing of ours."""
+    files = rooms.arrows(ROOT)
+    assert "utils.data.files" in files["utils.data.frames"] and not rooms.circles(files)
+    found = rooms.between_rooms(files)
+    levels = rooms.floors(found)  # raises where there is a circle
+    assert len(found) <= 30 and len(levels) <= 8
+    floor = {name.removeprefix("utils."): n for n, level in enumerate(levels) for name in level}
+    assert [floor[name] for name in SPINE] == list(range(1, 8))[: len(SPINE)] and not found["networks"]
+    for name, wanted in found.items():
+        if name.startswith("utils"):
+            assert all(other.startswith("utils") for other in wanted), f"{name} imports {wanted}"
+    assert found["distributed"] & {"train", "train_mp"} == set()
 
 
 def test_the_import_test_sees_every_form():
     text = (
         "import utils.a\nfrom distributed.b import c\ndef f():\n    from networks import d\nfrom . import e\nimport os"
     )
-    assert imports(text) == {"utils", "distributed", "networks", ".", "os"}
+    assert rooms.imports(text) == {"utils.a", "distributed.b.c", "networks.d", "..e", "os"}
+    assert rooms.circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+    assert rooms.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == [["c"], ["b"], ["a"]]
+
+
+def test_rooms_are_entered_through_their_files():
+    """An empty __init__.py: a process that reads imports a room's file, and by that no torch."""
+    found = [path for path in (ROOT / "utils").rglob("__init__.py")]
+    assert len(found) > 10 and not any(path.read_text() for path in found)
+    code = "import sys, utils.data.read_worker, utils.errors, utils.files; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_only_what_is_started_by_its_path_finds_the_project():
+    for path in (path for folder in ("utils", "networks", "distributed") for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text().replace(READER_START, "")
+        assert "sys.path" not in text and "from ." not in text, path
 
 
 def test_imports_change_nothing():
@@ -65,10 +73,9 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
     assert shared() == before, name
 """
-    files = [path.relative_to(ROOT) for room in MAY_IMPORT for path in sorted((ROOT / room).glob("*.py"))]
-    names = [".".join(file.with_suffix("").parts) for file in files if file.stem != "__init__"]
+    names = [name for name in rooms.modules(ROOT) if not name.startswith("benchmarks") and "__main__" not in name]
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "utils.launch" in names, done.stderr
+    assert done.returncode == 0 and "utils.ranks.start" in names, done.stderr
 
 
 def test_the_code_is_valid_on_python_310():

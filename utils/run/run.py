@@ -119,6 +119,7 @@ class Run:
         for observer in filter(None, (self.logger, self.guard, saving, profiles, *self.more_observers)):
             observer.begin(self)
             self.observers.append(observer)
+        self.log("Starting Training Loop...")
 
     @property
     def left(self) -> int:

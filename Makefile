@@ -98,11 +98,11 @@ certificate: $(READY)
 
 # Are the certificate and the tests worth something? Changes one line at a time: most of an hour.
 mutations: $(TOOLS)
-	$(PYTHON) tests/mutations.py
-	$(PYTHON) tests/loading_mutations.py
-	$(PYTHON) tests/resuming_mutations.py
-	$(PYTHON) tests/measuring_mutations.py
-	$(PYTHON) tests/evaluating_mutations.py
+	$(PYTHON) tests/proofs/mutations.py
+	$(PYTHON) tests/proofs/loading_mutations.py
+	$(PYTHON) tests/proofs/resuming_mutations.py
+	$(PYTHON) tests/proofs/measuring_mutations.py
+	$(PYTHON) tests/proofs/evaluating_mutations.py
 
 # Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
 combinations: $(READY)
@@ -110,10 +110,10 @@ combinations: $(READY)
 
 # Every fault on every grid, and every grid after another one: about 6 minutes. Random interruptions: about 15.
 faults: $(TOOLS)
-	$(PYTHON) tests/fault_matrix.py --report docs/faults.md
+	$(PYTHON) tests/proofs/fault_matrix.py --report docs/faults.md
 
 soak: $(TOOLS)
-	$(PYTHON) tests/soak.py
+	$(PYTHON) tests/proofs/soak.py
 
 # Jobs that reach their time limit, the ladder and an evaluation in a job, on a Slurm of one node: about 8 minutes.
 slurm: $(TOOLS)

@@ -60,7 +60,7 @@ def clean_up() -> None:
 def tests(figures: dict, spread: dict, kernels: dict) -> None:
     """Run the GPU's tests; the record has the numbers of those that passed, failed and were skipped."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", "--show-capture=no", "--tb=short"]
-    files = sorted(str(path) for path in (ROOT / "tests").glob("test_gpu*.py"))
+    files = sorted(str(path) for path in (ROOT / "tests/gpu").glob("test_*.py"))
     done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True)
     print(done.stdout[-6000:], done.stderr[-1000:])
     figures["tests exit code"] = done.returncode

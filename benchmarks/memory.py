@@ -1,6 +1,6 @@
 """The memory of tensors, counted exactly on any device: what operations make, and what is still alive.
 
-PyTorch has no public name for a mode that sees each operation; tests/test_costs.py compares the counts.
+PyTorch has no public name for a mode that sees each operation; tests/measure/test_costs.py compares the counts.
 """
 
 import weakref

@@ -6,7 +6,7 @@
 PyTorch's fake tensors and its fake process group run the model, the loss, the backward pass and the optimiser of rank 0
 without memory, computation or other ranks. A tracker adds up the memory by part, a counter the collectives by group.
 Gradients go over dp-cp inside DistributedDataParallel, which fake tensors cannot enter: what it holds is held here as
-well, and its bytes are added by formula. (PyTorch has no public names for these tools: tests/test_communication.py.)
+well, and its bytes are added by formula. (PyTorch has no public names for these tools: test_communication.py.)
 """
 
 import argparse

@@ -23,7 +23,7 @@ from utils.files import read_events
 
 # Ranks are forked from a server that has imported the scripts already: a start takes a tenth of a second.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["train", "train_mp", "tests.interruptions", "tests.injections"])
+SERVER.set_forkserver_preload(["train", "train_mp", "tests.proofs.interruptions", "tests.proofs.injections"])
 
 ROOT = Path(__file__).resolve().parent.parent
 ERA5 = ROOT.parent / "shared/data/era5_djf"

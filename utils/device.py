@@ -41,7 +41,7 @@ def pick_device(name: str, local_rank: int, expandable_segments: bool = True) ->
     torch.cuda.set_device(device)
     if allocator_settings(expandable_segments, device) == EXPANDABLE:
         # PyTorch reads its variable when CUDA starts, before we know the GPU, and has no public function for later.
-        # tests/test_gpu.py, test_memory_grows_in_expandable_segments, fails where this one is gone.
+        # tests/gpu/test_gpu.py, test_memory_grows_in_expandable_segments, fails where this one is gone.
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (change or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
     return device

@@ -79,7 +79,7 @@ class TorchProfile:
         if self.done == self.begin:
             self.before = storages(self.known(), self.device)
             if self.device.type == "cuda":
-                # Documented, underscore and all; tests/test_gpu_report.py reads the snapshot.
+                # Documented, underscore and all; tests/gpu/test_gpu_report.py reads the snapshot.
                 torch.cuda.memory._record_memory_history(max_entries=10**6, stacks="python")
 
     def _write(self, profiler: profile) -> None:

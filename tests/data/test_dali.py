@@ -1,0 +1,60 @@
+"""The DALI loader gives the batches of the native one, normalised, on any number of ranks."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.test_data_loader import weather
+from tests.helpers import fields, losses, run_here, tiny_flags, write_data, write_file
+
+pytest.importorskip("nvidia.dali", reason="DALI is not installed: pip install -r requirements-dali.txt")
+DALI = ["--data_loader_config", "dali"]
+
+
+def compare(folder, *flags, ranks=1, epochs=(0, 1, 3)):
+    """Compare the batches of both loaders on every rank."""
+    for rank in range(ranks):
+        native = weather(folder, *flags, ranks=ranks, rank=rank)
+        dali = weather(folder, *flags, *DALI, ranks=ranks, rank=rank)
+        for name in ("train_loader", "valid_loader"):
+            for epoch in epochs:
+                batches = getattr(dali, name).epoch(epoch)
+                for expected in getattr(native, name).epoch(epoch):
+                    batch = next(batches)
+                    assert torch.equal(batch.counts, expected.counts)
+                    for got, wanted in zip(dali.to_device(batch), native.to_device(expected)):
+                        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+                assert next(batches, None) is None
+
+
+@pytest.mark.parametrize("layout", [{}, {"compression": "gzip"}])
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_the_same_batches(tmp_path, layout, workers):
+    compare(write_data(tmp_path, **layout), "--num_data_workers", workers)
+
+
+@pytest.mark.parametrize("ranks, batch", [(1, 1), (1, 21), (2, 2), (3, 6), (4, 20), (7, 7)])
+def test_any_batch_and_world_size(tiny, ranks, batch):
+    """More ranks than validation samples, one batch an epoch, one sample a batch."""
+    compare(tiny, "--global_batch_size", str(batch), ranks=ranks)
+
+
+def test_float16_files_and_other_channels(tmp_path):
+    write_data(tmp_path, names=["a", "b", "c"])
+    for path in tmp_path.glob("*/*.h5"):
+        write_file(path, fields(9, 3, 17, 32).astype(np.float16), names=["a", "b", "c"])
+    compare(tmp_path, "--in_channels", "c", "a", "--out_channels", "b")
+
+
+def test_the_same_losses(tiny):
+    native = losses(run_here(tiny_flags(tiny, "--num_iters", "6")))
+    dali = losses(run_here(tiny_flags(tiny, "--num_iters", "6", "--run_num", "dali", "--num_data_workers", "1", *DALI)))
+    np.testing.assert_allclose(dali, native, rtol=1e-5)
+
+
+def test_without_dali_the_remedy_is_named(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    with pytest.raises(ValueError, match="pip install -r requirements-dali.txt"):
+        weather(tiny, *DALI)

@@ -1,0 +1,88 @@
+"""Copying the data to the node: complete, once, by several ranks, and with a clear word where it cannot be."""
+
+import os
+import shutil
+from collections import namedtuple
+
+import h5py
+import pytest
+
+from tests.data.test_data_loader import weather
+from tests.helpers import ROOT, losses, run_folder, run_here, run_ranks, tiny_flags
+from utils.data import staging
+
+
+def test_a_run_from_copies(tiny, tmp_path, capsys):
+    plain = run_here(tiny_flags(tiny))
+    staged = run_here(tiny_flags(tiny, "--stage_dir", str(tmp_path / "node"), "--run_num", "staged"))
+    assert losses(staged) == losses(plain)
+    assert "Staging: 0.00 of 0.00 GB in" in capsys.readouterr().err
+    for kind, year in (("train", 2001), ("train", 2002), ("valid", 2003)):
+        copy = (tmp_path / "node").joinpath(*(tiny / kind / f"{year}.h5").parts[1:])
+        assert copy.read_bytes() == (tiny / kind / f"{year}.h5").read_bytes()
+
+
+def test_the_progress_is_printed(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(staging, "REPORT_EVERY", 0)
+    monkeypatch.setattr(staging, "PIECE", 20_000)
+    with (tiny / "train/2001.h5").open("ab") as file:
+        file.truncate(20_000_000)  # HDF5 does not mind what follows its own bytes
+    weather(tiny, "--stage_dir", str(tmp_path / "node"))
+    lines = [line.split() for line in capsys.readouterr().err.splitlines() if " of 0.02 GB in " in line]
+    copied = [words[1] for words in lines]
+    assert copied == sorted(copied) and {"0.00", "0.01", "0.02"} == set(copied)
+
+
+def test_only_the_files_in_use_are_copied_and_only_once(tiny, tmp_path, monkeypatch):
+    copied, original = [], staging._copy
+    monkeypatch.setattr(staging, "_copy", lambda a, b, progress: copied.append(a.name) or original(a, b, progress))
+    flags = ["--stage_dir", str(tmp_path / "node"), "--limit_nsamples", "13"]
+    data = weather(tiny, *flags)
+    assert copied == ["2001.h5", "2003.h5"]
+    assert data.train_files.paths[0].startswith(str(tmp_path / "node"))
+    assert data.train_files.paths[1] == str(tiny / "train/2002.h5")
+    weather(tiny, *flags)
+    assert len(copied) == 2
+    os.utime(tiny / "train/2001.h5", (1, 1))  # another date than that of the copy
+    weather(tiny, *flags)
+    assert copied[2:] == ["2001.h5"]
+
+
+def test_four_ranks_share_the_copying(tiny, tmp_path):
+    flags = tiny_flags(tiny, "--stage_dir", str(tmp_path / "node"), "--num_iters", "2")
+    for done in run_ranks(4, [str(ROOT / "train.py"), *flags]):
+        assert done.returncode == 0, done.stderr
+    left = sorted(path.name for path in (tmp_path / "node").rglob("*.*") if path.suffix != ".lock" and path.is_file())
+    assert left == ["2001.h5", "2002.h5", "2003.h5"]
+    assert losses(run_folder(flags, "4GPU")) == pytest.approx(
+        losses(run_here(tiny_flags(tiny, "--num_iters", "2"))), 2e-6
+    )
+
+
+def test_a_copy_that_fails_leaves_nothing_and_is_repeated(tiny, tmp_path, monkeypatch):
+    flags = ["--stage_dir", str(tmp_path / "node")]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copystat", full)
+        with pytest.raises(ValueError, match="cannot copy the data to stage_dir .*No space left on device"):
+            weather(tiny, *flags)
+    assert not [path for path in (tmp_path / "node").rglob("*.h5*") if path.suffix != ".lock"]
+    data = weather(tiny, *flags)
+    with h5py.File(data.train_files.paths[1]) as file:
+        assert len(file["fields"]) == 9
+
+
+def test_too_little_room(tiny, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10))
+    with pytest.raises(ValueError, match="has 0.0 GB free, and the data need 0.0 GB.*--limit_nsamples"):
+        weather(tiny, "--stage_dir", str(tmp_path / "node"))
+
+
+def test_a_folder_that_cannot_be_written(tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot copy the data to stage_dir .*/file/below.*Not a directory"):
+        weather(tiny, "--stage_dir", str(tmp_path / "file/below"))

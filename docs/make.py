@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import ladder_report, loader, simulate, step  # noqa: E402
 from docs.figures import roofline  # noqa: E402
+from utils.measure import advice  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKED = re.compile(r"<!-- (from|figure): (.+?) -->(.*?)<!-- end -->", re.S)
@@ -63,6 +64,9 @@ def verdict() -> str:
 
 
 TABLES = {
+    "advice.doctor": lambda: advice.table("doctor"),
+    "advice.memory": lambda: advice.table("memory"),
+    "advice.slow": lambda: advice.table("slow"),
     "checkpoint.table": checkpoint_table,
     "loader.table": lambda: loader.table(*measured("loader")),
     "roofline.table": roofline.table,

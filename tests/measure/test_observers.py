@@ -42,7 +42,7 @@ def failing(error: Exception):
         (SystemWatch, "__init__", psutil.AccessDenied(), [], "looking at the machine failed"),
         (SystemWatch, "take", psutil.AccessDenied(), [], "looking at the machine failed"),
         (run_costs, "summary_table", KeyError("x"), [], "the report failed"),
-        (run_costs, "write_csv", FULL, [], "The tables of the report are not written"),
+        (run_costs.tables, "write_csv", FULL, [], "The tables of the report are not written"),
     ],
 )
 def test_training_goes_on_without_what_fails(tiny, monkeypatch, owner, name, error, flags, warning):

@@ -3,11 +3,9 @@
 Rank 0 writes it below `report/` in the run's folder, as tables of numbers (CSV) and all together (report.json).
 """
 
-import csv
 import logging
 import platform
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +16,7 @@ from utils.data.dataset import Job
 from utils.device import cached_gb, cores_in_reach, has_bf16, peak_memory_gb
 from utils.errors import harmless
 from utils.files import read_events, to_json, write_text
+from utils.measure import tables
 from utils.measure.layers import Layer, summary_table
 from utils.measure.machine import SystemWatch
 from utils.measure.memory_timeline import most_of_parts, parts_at_peak
@@ -31,7 +30,6 @@ ADDED = ("cores", "read_gb", "written_gb", "joules")
 OF_A_NODE = ("sent_gb", "received_gb")  # added up over nodes
 LARGEST = ("memory_gb", "node_memory", "gpu_memory_gb")
 MEAN = ("gpu_use",)
-TOP = 10  # operators shown
 
 
 class RunCosts:
@@ -119,12 +117,12 @@ class RunCosts:
         """Yield all tables of the run, and the verdict. On rank 0."""
         yield f"Model, for one sample on one device ({self.job.world.size} rank(s) share the work):"
         yield from summary_table(self.layers)
-        yield from self._speed_table()
+        yield from tables.speed(self._speeds())
         yield from self.time.table()
-        yield from self._system_table()
+        yield from tables.system(self.systems, self.time.warm, self.job.device)
         if self.step:
-            yield from self._memory_table()
-            yield from self._operator_table()
+            yield from tables.memory(self._memory())
+            yield from tables.operators(self.step)
         yield "Verdict: " + self.verdict()
 
     def verdict(self) -> str:
@@ -147,13 +145,6 @@ class RunCosts:
         )
         return verdict(measured, config)
 
-    def _speed_table(self) -> Iterator[str]:
-        yield "Speed, samples/s over all ranks:"
-        yield f"  {'epoch':>7} {'training':>10} {'validation':>11} {'readers':>10}"
-        for row in self._speeds():
-            told = ("" if row[name] is None else f"{row[name]:.1f}" for name in list(row)[2:5])
-            yield "  {:7} {:>10} {:>11} {:>10}".format(row["epoch"], *told)
-
     def _speeds(self) -> list[dict[str, Any]]:
         """Return the speeds of all epochs of the run, those of earlier processes, too."""
         names = ("epoch", "iteration", "samples_per_sec", "valid_samples_per_sec", "loader_samples_per_sec", "mfu")
@@ -171,63 +162,18 @@ class RunCosts:
             others["process"] = round(peak_memory_gb(self.job.device) * 2**30)
         return rows + [{"part": part, "bytes": size} for part, size in others.items()]
 
-    def _system_table(self) -> Iterator[str]:
-        names = {
-            "cores": "CPU cores in use, all ranks",
-            "memory_gb": "GiB resident, the largest rank",
-            "node_memory": "of a node's memory in use",
-            "read_gb": "GiB read from storage",
-            "written_gb": "GiB written to storage",
-            "sent_gb": "GiB sent by the nodes",
-            "received_gb": "GiB received by the nodes",
-            "gpu_use": "of the time a kernel ran",
-            "gpu_memory_gb": "GiB in use on the fullest GPU",
-            "joules": "J, all GPUs",
-            "joules_per_sample": "J a training sample, validation included",
-        }
-        epochs = self.systems[self.time.warm]
-        yield f"The machine, over {len(epochs)} epoch(s)" + (" after the first:" if self.time.warm.start else ":")
-        yield f"  {'':18} {'mean':>9} {'least':>9} {'most':>9}"
-        for name, meaning in names.items():
-            values = [epoch[name] for epoch in epochs if name in epoch]
-            if values:
-                yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"
-        if self.job.device.type == "cuda" and not any("gpu_use" in epoch for epoch in epochs):
-            yield "  The GPU does not tell its use; where nvidia-ml-py (on AMD amdsmi) is missing, pip install it"
-
-    def _memory_table(self) -> Iterator[str]:
-        meanings = {
-            "allocator": "its peak in the same step",
-            "cached": "held by the allocator beyond the tensors, now",
-            "process": "peak so far, libraries included",
-        }
-        yield "Memory when a step needs most, GiB, and each part when that is largest:"
-        for row in self._memory():
-            most = f"{row['most_bytes'] / 2**30:9.3f}" if "most_bytes" in row else ""
-            told = f"  {row['part']:13} {row['bytes'] / 2**30:9.3f} {most:9}  {meanings.get(row['part'], '')}"
-            yield told.rstrip()
-
-    def _operator_table(self) -> Iterator[str]:
-        step = self.step
-        total = sum(step.seconds.values())
-        yield f"Operators of one step, by time ({1e3 * total:.3f} ms in all) and by memory:"
-        for ranking, unit in ((step.seconds, "ms"), (step.allocated, "MiB")):
-            for name in sorted(ranking, key=ranking.get, reverse=True)[:TOP]:
-                value = ranking[name] * 1e3 if unit == "ms" else ranking[name] / 2**20
-                yield f"  {value:10.3f} {unit:3} {step.calls[name]:6} x  {name[:80]}"
-
     def write(self) -> None:
         """Write all tables. Raises OSError where the disk does not take them."""
         folder, events = self.folder, read_events(self.folder.parent / "metrics.jsonl")
-        tables = {
+        found = {
             "speed": self._speeds(),
-            "time": [row for event in events if event["event"] == "time" for row in time_rows(event)],
+            "time": [row for event in events if event["event"] == "time" for row in tables.time_rows(event)],
             "system": [event for event in events if event["event"] == "system"],
             "model": [vars(layer) for layer in self.layers],
         }
         if step := self.step:
-            tables["memory"] = self._memory()
-            tables["operators"] = [
+            found["memory"] = self._memory()
+            found["operators"] = [
                 {
                     "operator": name,
                     "calls": step.calls[name],
@@ -236,23 +182,6 @@ class RunCosts:
                 }
                 for name in {**step.seconds, **step.allocated}
             ]
-        for name, rows in tables.items():
-            write_csv(folder / f"{name}.csv", rows)
-        write_text(folder / "report.json", to_json(tables | {"verdict": self.verdict()}, indent=1))
-
-
-def time_rows(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each part of a `time` record."""
-    head = {key: event[key] for key in ("epoch", "iteration", "iterations", "wall")}
-    for part in event["seconds"]:
-        yield head | {"part": part} | {key: event[key][part] for key in ("seconds", "longest", "longest_rank")}
-
-
-def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as a table, with the columns of all of them."""
-    rows = list(rows)
-    columns = list(dict.fromkeys(name for row in rows for name in row if name != "event"))
-    with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, columns, extrasaction="ignore")
-        table.writeheader()
-        table.writerows(rows)
+        for name, rows in found.items():
+            tables.write_csv(folder / f"{name}.csv", rows)
+        write_text(folder / "report.json", to_json(found | {"verdict": self.verdict()}, indent=1))

@@ -1,0 +1,88 @@
+"""The tables of a run's report: lines for the log, and rows for files."""
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from utils.measure.step_profile import StepProfile
+
+TOP = 10  # operators shown
+SYSTEM = {
+    "cores": "CPU cores in use, all ranks",
+    "memory_gb": "GiB resident, the largest rank",
+    "node_memory": "of a node's memory in use",
+    "read_gb": "GiB read from storage",
+    "written_gb": "GiB written to storage",
+    "sent_gb": "GiB sent by the nodes",
+    "received_gb": "GiB received by the nodes",
+    "gpu_use": "of the time a kernel ran",
+    "gpu_memory_gb": "GiB in use on the fullest GPU",
+    "joules": "J, all GPUs",
+    "joules_per_sample": "J a training sample, validation included",
+}
+MEMORY = {
+    "allocator": "its peak in the same step",
+    "cached": "held by the allocator beyond the tensors, now",
+    "process": "peak so far, libraries included",
+}
+
+
+def speed(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the speeds of each epoch; the third to fifth column of its row."""
+    yield "Speed, samples/s over all ranks:"
+    yield f"  {'epoch':>7} {'training':>10} {'validation':>11} {'readers':>10}"
+    for row in rows:
+        told = ("" if row[name] is None else f"{row[name]:.1f}" for name in list(row)[2:5])
+        yield "  {:7} {:>10} {:>11} {:>10}".format(row["epoch"], *told)
+
+
+def system(records: list[dict[str, Any]], warm: slice, device: torch.device) -> Iterator[str]:
+    """Yield what a run took of the machine, over its `warm` epochs."""
+    epochs = records[warm]
+    yield f"The machine, over {len(epochs)} epoch(s)" + (" after the first:" if warm.start else ":")
+    yield f"  {'':18} {'mean':>9} {'least':>9} {'most':>9}"
+    for name, meaning in SYSTEM.items():
+        values = [epoch[name] for epoch in epochs if name in epoch]
+        if values:
+            yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"
+    if device.type == "cuda" and not any("gpu_use" in epoch for epoch in epochs):
+        yield "  The GPU does not tell its use; where nvidia-ml-py (on AMD amdsmi) is missing, pip install it"
+
+
+def memory(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the bytes of each part."""
+    yield "Memory when a step needs most, GiB, and each part when that is largest:"
+    for row in rows:
+        most = f"{row['most_bytes'] / 2**30:9.3f}" if "most_bytes" in row else ""
+        yield f"  {row['part']:13} {row['bytes'] / 2**30:9.3f} {most:9}  {MEMORY.get(row['part'], '')}".rstrip()
+
+
+def operators(step: StepProfile) -> Iterator[str]:
+    """Yield the operators that take most time, and most memory."""
+    total = sum(step.seconds.values())
+    yield f"Operators of one step, by time ({1e3 * total:.3f} ms in all) and by memory:"
+    for ranking, unit in ((step.seconds, "ms"), (step.allocated, "MiB")):
+        for name in sorted(ranking, key=ranking.get, reverse=True)[:TOP]:
+            value = ranking[name] * 1e3 if unit == "ms" else ranking[name] / 2**20
+            yield f"  {value:10.3f} {unit:3} {step.calls[name]:6} x  {name[:80]}"
+
+
+def time_rows(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each part of a `time` record."""
+    head = {key: event[key] for key in ("epoch", "iteration", "iterations", "wall")}
+    for part in event["seconds"]:
+        yield head | {"part": part} | {key: event[key][part] for key in ("seconds", "longest", "longest_rank")}
+
+
+def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as a table, with the columns of all of them."""
+    rows = list(rows)
+    columns = list(dict.fromkeys(name for row in rows for name in row if name != "event"))
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, columns, extrasaction="ignore")
+        table.writeheader()
+        table.writerows(rows)

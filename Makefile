@@ -1,5 +1,6 @@
 # make demo     data, training, forecasts of five days: some minutes on a laptop
-# make test     the tests
+# make test     the tests, but those that take long
+# make test-all all tests, as CI runs them
 # make lint     ruff and its formatter
 # make help     this list
 # make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
@@ -25,10 +26,10 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test lint format readme docs doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
+.PHONY: help demo test test-all lint format readme docs doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -8
+	@sed -n 's/^# //p' Makefile | head -9
 
 demo: data/demo
 	$(PYTHON) train.py --config=demo
@@ -45,6 +46,9 @@ data/demo: | $(READY)
 
 test: $(TOOLS)
 	PYTHON=$(PYTHON) tests/run_tests.sh
+
+test-all: $(TOOLS)
+	PYTHON=$(PYTHON) tests/run_tests.sh --all
 
 lint: $(TOOLS)
 	$(PYTHON) -m ruff check .
@@ -75,6 +79,7 @@ docs: $(READY)
 # runs, and TensorBoard, which needs Chromium.
 figures: demo
 	$(PYTHON) docs/figures/draw.py
+	$(PYTHON) docs/figures/rooms.py
 	$(PYTHON) docs/figures/roofline.py
 	$(PYTHON) docs/figures/loading.py
 	cp runs/demo/1GPU/00/pictures/vor_upper.png docs/figures/demo_forecast.png

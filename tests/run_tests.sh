@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# Runs the tests: all of them, or what the arguments name (tests/run_tests.sh tests/networks/test_vit.py -k patches).
+# Runs the tests but those that take long (marked slow) or need Slurm; --all runs all of them; other arguments name some
+# (tests/run_tests.sh tests/networks/test_vit.py -k patches). Two at a time: a file's tests stay together.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tests() { "${PYTHON:-python}" -m pytest "$@"; }
+two=(-n 2 --dist loadfile --ignore tests/slurm)
 
-if [ $# -gt 0 ]; then
+if [ $# = 0 ]; then
+    tests "${two[@]}" -m "not slow"
+    exit
+elif [ "$1" != --all ]; then
     tests "$@"
     exit
 fi
@@ -17,7 +22,7 @@ slurm=$!
 trap 'kill -INT -- -$slurm 2>/dev/null && wait $slurm; rm "$told"' EXIT
 set +m
 code=0
-tests --ignore tests/slurm || code=$?
+tests "${two[@]}" || code=$?
 [ $code != 2 ] || exit 2 # interrupted
 wait $slurm || code=$?
 cat "$told"

@@ -1,6 +1,6 @@
 """The DALI loader: NVIDIA's Data Loading Library takes batches to the device and normalises them there.
 
-Which samples make a batch, and who reads them, is as in utils/data_loader.py: DALI's external source takes the batches
+Which samples make a batch, and who reads them, is as in loader.py: DALI's external source takes the batches
 that lie ready in its ring, without a copy. What differs is the way from there: DALI's own threads and streams, two
 batches ahead. Without a GPU its CPU backend does the same.
 

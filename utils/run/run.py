@@ -65,9 +65,8 @@ class Run:
         found: list[RunFolder | None] = [None]
         with all_ranks_agree():
             if job.world.rank == 0:
-                from utils.record.run_logger import (
-                    RunLogger,
-                )  # Matplotlib and TensorBoard: other ranks need not read them
+                # Matplotlib and TensorBoard: other ranks need not read them
+                from utils.record.run_logger import RunLogger
 
                 found[0], self.lock = open_run_folder(job.config, name or f"{job.world.size}GPU")
                 self.logger = RunLogger(found[0].path, job)

@@ -38,9 +38,11 @@ def try_mutations(mutations: Iterable[tuple[str, str, str, str]], look: Callable
 
 
 def main(mutations: Iterable[tuple[str, str, str, str]]) -> int:
-    """Try those in the files that the command line names (`verdict`), by default all, and return the exit code."""
+    """Try those in the files or rooms that the command line names (`verdict`, `data`), by default all."""
     names = sys.argv[1:]
-    return try_mutations([m for m in mutations if not names or Path(m[0]).stem in names], run_tests)
+    return try_mutations(
+        [m for m in mutations if not names or {*names} & {*Path(m[0]).with_suffix("").parts}], run_tests
+    )
 
 
 def run_tests(copy: Path, tests: str) -> str | None:

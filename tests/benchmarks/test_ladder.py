@@ -176,7 +176,7 @@ def test_data_parallel_is_train_py_with_another_wrapper(tiny, monkeypatch):
     passes, forward = [], nn.DataParallel.forward
     monkeypatch.setattr(nn.DataParallel, "forward", lambda self, *args: passes.append(1) or forward(self, *args))
     monkeypatch.setattr(train, "data_parallel", train.data_parallel)
-    monkeypatch.setattr(start, "start", lambda main, argv: run_here(argv, main))
+    monkeypatch.setattr(start, "start", lambda main, argv, load: run_here(argv, main))
     one, argv = losses(run_here(tiny_flags(tiny))), tiny_flags(tiny, "--run_num", "dp")
     monkeypatch.setattr(sys, "argv", ["data_parallel.py", *argv])
     runpy.run_path(str(ROOT / DATA_PARALLEL), run_name="__main__")

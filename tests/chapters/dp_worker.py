@@ -7,6 +7,8 @@ import functools
 import sys
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 import train
 from utils.ranks.start import start
@@ -19,7 +21,7 @@ kept = []
 def keep(grads):
     if not kept:
         kept.extend(g.clone() for g in grads)
-    return train.get_total_norm(grads)
+    return get_total_norm(grads)
 
 
 def count(self):
@@ -29,7 +31,7 @@ def count(self):
 
 
 train.update_weights = functools.partial(train.update_weights, total_norm=keep)
-calls, no_sync = 0, train.DistributedDataParallel.no_sync
-train.DistributedDataParallel.no_sync = count
+calls, no_sync = 0, DistributedDataParallel.no_sync
+DistributedDataParallel.no_sync = count
 start(train.main, argv)
 torch.save({"gradients": kept, "no_sync": calls}, path)

@@ -307,7 +307,7 @@ def test_ddp_flags_reach_ddp(tiny, monkeypatch):
             seen.append(kwargs)
             return model
 
-    monkeypatch.setattr(train, "DistributedDataParallel", Fake)
+    monkeypatch.setattr(train.nn.parallel, "DistributedDataParallel", Fake)
     monkeypatch.setattr(train, "settle_buckets", lambda model: model)
     monkeypatch.setattr(train.dist, "get_world_size", lambda group: 2)
     for flags in (["--bucket_cap_mb", "3", "--disable_broadcast_buffers"], [], ["--noddp"]):

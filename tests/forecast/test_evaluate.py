@@ -20,7 +20,7 @@ from networks.vit import ViT
 from tests.forecast.evaluations import NAMES, evaluated, flags, refused, row_weights, truth, write_climatology
 from tests.helpers import ROOT, STEP, call_here, clean_environment, fields, run_here, run_ranks, tiny_flags, write_file
 from utils.checkpoint import store as checkpoint
-from utils.checkpoint import weights
+from utils.checkpoint.weights import choose, export, read_weights
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +73,13 @@ def test_scores_equal_those_of_xarray(trained, result, source, weighting):
 def test_a_rollout_is_the_model_on_its_own_forecasts(trained, result):
     """Against the serial model in float64."""
     out, _ = result
-    folder, info = weights.choose(trained / "runs/tiny/1GPU/00", best=False)
+    folder, info = choose(trained / "runs/tiny/1GPU/00", best=False)
     happened = truth(trained)
     stats = [np.load(trained / f"stats/global_{x}.npy").astype(np.float64).reshape(3, 1, 1) for x in ("means", "stds")]
     mean, std = map(torch.from_numpy, stats)
     for kind in ("model", "ema"):
         model = ViT((16, 32), 4, 3, 3, 32, 2, 4).double().eval()
-        model.load_state_dict(weights.read_weights(folder, kind))
+        model.load_state_dict(read_weights(folder, kind))
         stored = xarray.open_zarr(out / f"forecasts/{kind}.zarr")
         state = (torch.from_numpy(happened.sel(time=stored.time[5]).values) - mean) / std
         for k in range(4):
@@ -133,7 +133,7 @@ def test_checkpoints_of_three_grids_forecast_the_same(trained, result, tmp_path)
     """The same weights, saved by three grids."""
     _, skill = result
     weights = tmp_path / "weights.pt"
-    weights.export(trained / "runs/tiny/1GPU/00", weights)
+    export(trained / "runs/tiny/1GPU/00", weights)
     still = ["--init_from", str(weights), "--lr", "0", "--num_iters", "1", "--expdir", str(tmp_path / "runs")]
     grids = {"2MP": ["--tensor_parallel", "2"], "4MP": ["--tensor_parallel", "2", "--context_parallel", "2"]}
     grids["2GPU"] = []
@@ -253,7 +253,7 @@ def test_a_climatology_of_each_day(trained, result, tmp_path):
 def test_a_forecast_that_breaks_down_is_said_to(trained, tmp_path):
     """A rollout that overflows has no scores from there on, and the log says so."""
     weights = tmp_path / "weights.pt"
-    weights.export(trained / "runs/tiny/1GPU/00", weights)
+    export(trained / "runs/tiny/1GPU/00", weights)
     wild = {name: x * 1e38 if name.startswith("head") else x for name, x in torch.load(weights).items()}
     torch.save(wild, weights)
     argv = ["--checkpoint", str(weights), "--yaml_config", str(trained / "tiny.yaml"), "--config", "tiny"]
@@ -285,7 +285,7 @@ def test_a_model_is_compiled(trained, tmp_path, result):
 
 def test_the_best_checkpoint_and_one_kind_of_weights(trained, tmp_path, result):
     run = trained / "runs/tiny/1GPU/00"
-    best = weights.choose(run, best=True)[1]["iteration"]
+    best = choose(run, best=True)[1]["iteration"]
     for kind, name in (("raw", "model"), ("ema", "ema")):
         skill = evaluated(trained, tmp_path / kind, "--best", "--weights", kind)
         assert set(skill["scores"]) == {"persistence", name, "climatology"} and skill["iteration"] == best

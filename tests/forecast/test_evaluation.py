@@ -28,6 +28,7 @@ from tests.helpers import (
     write_file,
 )
 from utils.checkpoint import store as checkpoint
+from utils.checkpoint.weights import export
 from utils.config.settings import Config
 from utils.data.files import Files
 from utils.errors import Ended, ReadError
@@ -59,7 +60,7 @@ def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_files(trained
     whole_argv, argv = (flags(trained, "--out", str(tmp_path / name), *more) for name in ("whole", "killed"))
     assert run_ranks(1, [str(ROOT / "evaluate.py"), *whole_argv])[0].returncode == 0
     fault = """
-from utils.forecast_store import ForecastStore
+from utils.forecast.store import ForecastStore
 keep = ForecastStore.keep
 def killed(self, forecast, **arrays):
     keep(self, forecast, **arrays)
@@ -181,7 +182,7 @@ def test_a_signal_stops_all_ranks_and_the_same_command_goes_on(trained, tmp_path
     """Both ranks leave with 75 after the batch that they are at, as a job script expects that queues the job again."""
     argv = flags(trained, "--out", str(tmp_path / "out"), "--local_batch_size", "1")
     fault = """
-from utils.judge import Judge
+from utils.forecast.judge import Judge
 keep = Judge.keep
 def stop(self, numbers, steps):
     keep(self, numbers, steps)
@@ -254,7 +255,7 @@ def test_other_statistics_than_the_model_was_trained_with(trained, tmp_path):
 
 def test_exported_weights_are_asked_one_state_at_a_time_unless_told(trained, tmp_path):
     weights = tmp_path / "weights.pt"
-    weights.export(trained / "runs/tiny/1GPU/00", weights)
+    export(trained / "runs/tiny/1GPU/00", weights)
     argv = ["--checkpoint", str(weights), "--yaml_config", str(trained / "tiny.yaml"), "--config", "tiny"]
     for more, size in (([], 1), (["--data_dir", "None"], 1), (["--local_batch_size", "3"], 3)):
         _, config, info, _ = load_evaluation([*argv, *more])

@@ -259,7 +259,7 @@ def test_an_interrupted_run_goes_on(tmp_path, interrupted, monkeypatch, capsys, 
         assert "the same command goes on" in capsys.readouterr().err
     else:
         code = (
-            "import os, sys; from utils import prepare_data; read = prepare_data._read\n"
+            "import os, sys; from utils.prepare_data import prepare as prepare_data; read = prepare_data._read\n"
             "prepare_data._read = lambda a, i, *more: os.kill(os.getpid(), 9) if i >= 1000 else read(a, i, *more)\n"
             "prepare_data.main(sys.argv[1:])"
         )

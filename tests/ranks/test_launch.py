@@ -92,7 +92,7 @@ def test_a_half_set_environment_ends_the_script_in_one_line():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_finds_nobody_says_where(rank):
-    code = "from utils import start; start.JOINING = start.timedelta(seconds=2); start.start(None, [])"
+    code = "from utils.ranks import start; start.JOINING = start.timedelta(seconds=2); start.start(None, [])"
     place = dict(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -104,6 +104,7 @@ tiny: &tiny
   global_batch_size: 8
   num_iters: 4
   lr: 1E-3
+  plot_channels: []  # pictures take most of the time of such a run
 """
 
 

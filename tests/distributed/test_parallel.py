@@ -180,8 +180,9 @@ def train_on(ranks, tmp_path, *flags, script="train_mp.py"):
 
 @pytest.mark.slow
 def test_a_run_in_float32_follows_one_process(tmp_path):
-    one = run_folder(train_on(1, tmp_path, "--drop_path", "0.3", "--run_num", "one", script="train.py"))
-    flags = ["--tensor_parallel", "2", "--context_parallel", "2", "--sp_regather", "--drop_path", "0.3"]
+    alike = ["--drop_path", "0.3", "--plot_channels", "ch0"]
+    one = run_folder(train_on(1, tmp_path, *alike, "--run_num", "one", script="train.py"))
+    flags = ["--tensor_parallel", "2", "--context_parallel", "2", "--sp_regather", *alike]
     many = run_folder(train_on(4, tmp_path, *flags), "4MP")
     a, b = ([step["loss"] for step in records(folder, "step")] for folder in (one, many))
     np.testing.assert_allclose(b, a, rtol=2e-6)

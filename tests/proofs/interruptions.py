@@ -19,7 +19,6 @@ from tests.helpers import SERVER, clean_environment, free_port, records, run_fol
 from tests.proofs.injections import At, Fault, Send
 from utils.checkpoint import store as checkpoint
 from utils.observers import Observer
-from utils.record.run_logger import RunLogger
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,6 @@ def _run_rank(script: str, argv: list[str], env: dict[str, str], log: Path, faul
     os.dup2(file, 2)
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed leaves behind
-    RunLogger._draw = lambda *_: None  # pictures take half of the time
     module = sys.modules[script]
     sys.argv = [f"{script}.py", *argv]
     watching = [fault for fault in faults if isinstance(fault, Observer)]

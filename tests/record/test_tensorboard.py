@@ -28,7 +28,7 @@ SCALARS = {
 def board(tmp_path_factory):
     """Two runs, of two sections, and TensorBoard on the folder that holds them."""
     folder = write_data(tmp_path_factory.mktemp("board"))
-    flags = tiny_flags(folder, "--num_iters", "6", "--report")
+    flags = tiny_flags(folder, "--num_iters", "6", "--report", "--plot_channels", "ch0")
     with (folder / "tiny.yaml").open("a") as file:
         file.write("wide:\n  <<: *tiny\n  embed_dim: 64\n")
     runs = {name: run_here([*flags, *more]) for name, more in RUNS.items()}

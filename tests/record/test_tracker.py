@@ -14,6 +14,7 @@ def test_a_run_is_in_mlflow(tiny, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     store = mlflow.MlflowClient(f"sqlite:///{tiny}/runs/mlflow.db")
     argv = tiny_flags(tiny, "--tracker", "mlflow", "--report", "--num_iters", "6", "--checkpoint_every", "3")
+    argv += ["--plot_channels", "ch0"]
     folder = run_here(argv)
 
     def check():

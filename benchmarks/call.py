@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -75,21 +76,38 @@ def launch(script: str, ranks: int) -> tuple[list[str], dict[str, str]]:
     return command, {"OMP_NUM_THREADS": str(max(cpus, 1))} | env
 
 
+@contextlib.contextmanager
+def held_back(*numbers: int) -> Iterator[None]:
+    """Let signals wait until the block is left."""
+    came: list[int] = []
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # what is not stays so
+    usual = {number: signal.signal(number, lambda number, _: came.append(number)) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
+
+
 def call(command: list[str], env: dict[str, str], limit: float) -> tuple[int, str, str]:
     """Run a command and all that it starts; return its exit code, what it printed, and what it said of errors.
 
     Raises subprocess.TimeoutExpired after `limit` seconds. Nothing of it is left then, or when this is interrupted.
     """
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    process = None
     try:
+        with held_back(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # nobody would know a process half started
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                start_new_session=True,
+            )  # fmt: skip
         told, errors = process.communicate(timeout=limit)
         return process.returncode, told, errors
     except BaseException:
         # srun passes the first on to its ranks, torchrun to its own; what does not listen gets the second.
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number in (signal.SIGTERM, signal.SIGKILL) if process else ():
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
                 process.communicate(timeout=40)

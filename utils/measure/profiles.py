@@ -35,7 +35,7 @@ class Profiles(Observer):
     def begin(self, run: Any) -> None:
         """Begin to look, by `run.memory` at the tensors that last."""
         self.config, self.device, self.logger, self.settle_all = run.job.config, run.job.device, run.logger, run.settle
-        config, self.iteration, self.epoch_length = self.config, run.iteration, len(run.job.data.train_loader)
+        self.run, config = run, self.config
         # Recorded steps are other steps: where the run is long enough, one of those.
         left = config.num_iters - run.iteration
         self.earliest = config.graph_warmup + 1 if left > config.graph_warmup + 1 else 1
@@ -64,7 +64,6 @@ class Profiles(Observer):
 
     def after_step(self, iteration: int, left: int) -> None:
         """End the profile of the step, and count it for the traces."""
-        self.iteration = iteration
         self.steps += 1
         if self.costs:
             self.costs.time.step_is_done()
@@ -112,7 +111,8 @@ class Profiles(Observer):
             self._record()
 
     def _record(self) -> None:
-        self.costs.record(max(-(-self.iteration // self.epoch_length), 1), self.iteration)
+        iteration, length = self.run.iteration, len(self.run.job.data.train_loader)
+        self.costs.record(max(-(-iteration // length), 1), iteration)
 
     def close(self, error: BaseException | None) -> None:
         """End all. Where all ranks leave together, at the end or on the way, rank 0 shows what was found."""

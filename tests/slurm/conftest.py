@@ -5,6 +5,7 @@ the reason.
 """
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -28,6 +29,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=10
+FirstJobId={job}
 SlurmctldPort={port1}
 SlurmdPort={port2}
 StateSaveLocation={folder}/state
@@ -93,7 +95,8 @@ class Slurm:
         (folder / "spool").mkdir()
         port1, port2 = free_port(), free_port()
         host = socket.gethostname().split(".")[0]
-        text = CONFIG.format(folder=folder, host=host, port1=port1, port2=port2)
+        job = random.randrange(1, 20000)  # a run's port follows from its job: other clusters on this machine have others
+        text = CONFIG.format(folder=folder, host=host, job=job, port1=port1, port2=port2)
         (folder / "slurm.conf").write_text(text)
         for daemon in (["munged", f"--key-file={key}", *munge], ["slurmctld"], ["slurmd"]):
             done = self.run(*daemon)

@@ -57,8 +57,8 @@ def find_world(env: Mapping[str, str]) -> World:
     in_step = "SLURM_STEP_NUM_TASKS" in env
     launcher = next((name for name in plain[:3] if name in env), None)
     if "RANK" in env or (launcher and not on_mpi and not in_step):
-        world = World(*(read(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), read("MASTER_ADDR", str))
-        world = World(world.rank, world.size, world.local_rank, world.address, read("MASTER_PORT"))
+        ranks = (read(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        world = World(*ranks, read("MASTER_ADDR", str), read("MASTER_PORT"))
     elif on_mpi:
         launcher = "OMPI_COMM_WORLD_RANK" if "OMPI_COMM_WORLD_RANK" in env else "OMPI_COMM_WORLD_SIZE"
         needs = (

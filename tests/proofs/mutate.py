@@ -22,7 +22,7 @@ def try_mutations(mutations: Iterable[tuple[str, str, str, str]], look: Callable
     seen = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "code")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "data", ".*_cache"))
+        shutil.copytree(ROOT, copy, ignore=lambda at, _: {".git", ".venv", "runs", "data"} if at == str(ROOT) else {})
         for name, old, new, text in mutations:
             file = copy / name
             original = file.read_text()

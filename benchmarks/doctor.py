@@ -37,7 +37,7 @@ from utils.config.settings import Config  # noqa: E402
 from utils.data.batches import BatchReader  # noqa: E402
 from utils.data.dataset import WeatherData  # noqa: E402
 from utils.device import peak_flops  # noqa: E402
-from utils.measure.advice import DOCTOR  # noqa: E402
+from utils.measure.advice import finding  # noqa: E402
 from utils.measure.verdict import memory_advice  # noqa: E402
 
 MFU = 0.4  # what a step reaches of the peak, more or less
@@ -67,7 +67,7 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
         if without:
             ratio = speeds["all_reduce"] / without[f"{group} all_reduce"]["gb_per_sec"]
             told += f", {ratio:.1f} x as much as without peer-to-peer"
-            remedy = DOCTOR["peer"][1] if ratio < 0.9 else None
+            remedy = finding("peer") if ratio < 0.9 else None
         # Gradients go over dp-cp, which is dp or cp alone where the other one is 1.
         has_gradients = group in ("dp", "cp") and "dp-cp all_reduce" not in found
         size = sent.get(group, 0.0) + (sent.get("dp-cp", 0.0) if has_gradients else 0.0)
@@ -75,7 +75,7 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
             seconds = size / speeds[kind_of(group)] / 1e9
             told += f"; {1e3 * seconds:.1f} ms for what a step sends over it, which computes about {1e3 * step:.1f} ms"
             most = "dp-cp" if has_gradients and sent.get("dp-cp", 0.0) > sent.get(group, 0.0) else group
-            remedy = DOCTOR[most][1] if seconds > step / 2 else remedy
+            remedy = finding(most) if seconds > step / 2 else remedy
         yield Line(told, remedy)
 
 
@@ -119,11 +119,11 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
     if (speeds[1] if depth == 1 else min(speeds[1] * depth, speeds[best])) >= needed:
         yield Line(told)
     elif not data.train_loader.is_direct:
-        yield Line(told, DOCTOR["gzip"][1])
+        yield Line(told, finding("gzip"))
     elif speeds[best] >= needed:
-        yield Line(told, DOCTOR["depth"][1].format(best=best))
+        yield Line(told, finding("depth", best=best))
     else:
-        yield Line(told, DOCTOR["storage"][1])
+        yield Line(told, finding("storage"))
 
 
 def drop_cache(path: str) -> None:
@@ -154,12 +154,12 @@ def values(data: WeatherData) -> Iterator[Line]:
     yield Line(f"{len(reader.pairs)} samples of {len(f.in_names)} channels, {values.shape[2]} x {values.shape[3]}")
     for name, channel in zip(f.in_names, values.swapaxes(0, 1)):
         if not np.isfinite(channel).all():
-            yield Line(f"{name} is not finite everywhere", DOCTOR["finite"][1])
+            yield Line(f"{name} is not finite everywhere", finding("finite"))
             continue
         mean, std = channel.mean(), channel.std()
         if abs(mean) > 1 or not 0.3 < std < 3:
             found = f"{name} has mean {mean:.2f} and standard deviation {std:.2f} once it is normalised"
-            yield Line(found, DOCTOR["statistics"][1])
+            yield Line(found, finding("statistics"))
     if np.isfinite(values).all():
         yield Line(f"normalised values lie between {values.min():.1f} and {values.max():.1f}")
 

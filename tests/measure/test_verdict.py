@@ -12,7 +12,7 @@ from networks.vit import ViT
 from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags
 from utils.config.settings import Config
 from utils.device import has_bf16
-from utils.measure.advice import table
+from utils.measure.advice import CONDITIONS, table, tables
 from utils.measure.time_table import PARTS
 from utils.measure.verdict import BOUNDS, Measured, advice, memory_advice, verdict
 
@@ -164,6 +164,8 @@ def test_who_runs_out_of_memory_learns_what_filled_it(tiny, monkeypatch):
 
 def test_the_page_of_symptoms_says_what_the_program_says():
     slow, memory, doctor = map(table, ("slow", "memory", "doctor"))
+    asked = {r["when"] for part in ("slow", "memory") for row in tables()[part] for r in row["try"] if "when" in r}
+    assert asked == set(CONDITIONS)
     plain = re.sub(r"\[(.*?)\]\(\S*\)", r"\1", slow + memory).replace("`", "")
     config = Config(num_data_workers=4, tensor_parallel=2, context_parallel=2)
     for direct in (True, False):

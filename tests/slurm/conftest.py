@@ -95,7 +95,7 @@ class Slurm:
         (folder / "spool").mkdir()
         port1, port2 = free_port(), free_port()
         host = socket.gethostname().split(".")[0]
-        job = random.randrange(1, 20000)  # a run's port follows from its job: other clusters on this machine have others
+        job = random.randrange(1, 20000)  # a run takes its port from it: another cluster here has another
         text = CONFIG.format(folder=folder, host=host, job=job, port1=port1, port2=port2)
         (folder / "slurm.conf").write_text(text)
         for daemon in (["munged", f"--key-file={key}", *munge], ["slurmctld"], ["slurmd"]):

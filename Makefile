@@ -99,7 +99,8 @@ benchmark: data/demo $(TOOLS)
 
 # Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 12 minutes on 2 cores.
 certificate: $(READY)
-	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json --report docs/certificate.md
+	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json
+	$(PYTHON) docs/make.py
 
 # Are the certificate and the tests worth something? Changes one line at a time: most of an hour.
 mutations: $(TOOLS)
@@ -111,7 +112,8 @@ mutations: $(TOOLS)
 
 # Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
 combinations: $(READY)
-	$(PYTHON) benchmarks/combinations.py --json benchmarks/results/combinations.json --report docs/combinations.md
+	$(PYTHON) benchmarks/combinations.py --json benchmarks/results/combinations.json
+	$(PYTHON) docs/make.py
 
 # Every fault on every grid, and every grid after another one: about 6 minutes. Random interruptions: about 15.
 faults: $(TOOLS)

@@ -1,6 +1,6 @@
 """Is the parallel model the same model? Every grid of 1, 2, 4 and 8 ranks against one process, in float64.
 
-    python benchmarks/certificate.py --json FILE [--report FILE.md] [--ranks 1 2 4 7 8 16] [--images "10 tokens" ...]
+    python benchmarks/certificate.py --json FILE [--ranks 1 2 4 7 8 16] [--images "10 tokens" ...]
                                      [--modes float64 float32 ...] [--named 2]
 
 Each grid trains with train_mp.py's own main on small files and is compared with train.py in float64: the loss, every
@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import yaml
 
 from benchmarks.certificate_cases import FULL_IMAGE, IMAGES, MODES, NAMED, NAMED_IMAGE, SECTION, label, runs_of, shown
-from benchmarks.certificate_report import report, summarise
 from benchmarks.record import write_record
+from utils.measure.tables import markdown
 from utils.sample_data.write import write_shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,11 +68,44 @@ def run_world(folder: str, ranks: int, cases: list[dict]) -> list[dict]:
     return results
 
 
+def summarise(results: list[dict]) -> tuple[str, dict[str, float], dict[str, list[float]]]:
+    """Return the summary in words, the figures and their spread."""
+    grids = len({label(result["grid"]) for result in results})
+    summary, figures, spread = [f"{len(results)} runs on {grids} grids"], {"grids": grids}, {}
+    for dtype in ("float64", "float32"):
+        kind = [r for r in results if MODES[r["mode"]].dtype == dtype and not MODES[r["mode"]].times_serial]
+        errors = sorted((shown(r), label(r["grid"]), r["image"], r["mode"]) for r in kind if r["bounds"])
+        if errors:
+            worst, *where = errors[-1]
+            figures[f"worst_{dtype}"], spread[f"worst_{dtype}"] = worst, [errors[0][0], worst]
+            summary.append(f"{dtype}: worst error of {len(errors)} runs {worst:.1e} ({'; '.join(where)})")
+    return ". ".join(summary), figures, spread
+
+
+def by_grid(results: list[dict], column: str) -> dict[str, dict[str, float]]:
+    """Return the errors of each grid by `column`: images, or modes."""
+    rows: dict[str, dict[str, float]] = {}
+    for result in results:
+        rows.setdefault(label(result["grid"]), {})[result[column]] = shown(result)
+    return rows
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Return a table of docs/certificate.md: a row for each grid."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+
+    def entry(error: float | None) -> str:
+        if not error:
+            return "" if error is None else "same bits"
+        return f"{error:.0e}" if error < 0.01 else f"{error:.2f}"
+
+    return markdown(["grid", *columns], ([name, *(entry(row.get(c)) for c in columns)] for name, row in rows.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 7, 8, 16])
     parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--report", type=Path, help="tables to write, in Markdown")
     parser.add_argument("--images", nargs="+", choices=IMAGES, default=[i for i in IMAGES if i != FULL_IMAGE])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--named", type=int, default=len(NAMED), help="named grids to try in other modes")
@@ -93,9 +126,9 @@ def main() -> None:
     summary, figures, spread = summarise(results)
     print(f"{summary}. {time.perf_counter() - start:.0f} s")
     if args.json:
-        write_record(args.json, figures, spread)
-    if args.report:
-        args.report.write_text(report(summary, results))
+        exact, others = ([r for r in results if (r["mode"] == "float64") == plain] for plain in (True, False))
+        rows = {"grids": by_grid(exact, "image"), "modes": by_grid(others, "mode")}
+        write_record(args.json, figures, spread, summary=summary, **rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Do the optimisations bear each other? Every combination of them, against the plain path: 72 runs of 20 iterations.
 
-    python benchmarks/combinations.py --json FILE [--report FILE]
+    python benchmarks/combinations.py --json FILE
 
 Precision, fused optimiser, compilation, activation checkpointing and chunks of the MLP must change the time and the
 memory, and not the losses. In float32 they may differ by rounding, which grows a little in 20 iterations. In 16 bits
@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.data import path_flags, train_here
 from benchmarks.record import write_record
+from utils.measure.tables import markdown
 from utils.sample_data.write import write_shape
 
 ITERATIONS = 20
@@ -61,37 +62,19 @@ def difference(curve: list[float], reference: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(curve, reference))
 
 
-def report(figures: dict[str, float]) -> str:
-    """Return docs/combinations.md."""
+def table(figures: dict[str, float]) -> str:
+    """Return the table of docs/combinations.md."""
     columns = list(itertools.product(AMP, FUSED, JIT))
-    head = [f"{amp}{', fused' * fused}{', jit' * jit}" for amp, fused, jit in columns]
-    lines = [f"| | {' | '.join(head)} |", f"|---|{'---|' * len(columns)}"]
+    rows = []
     for saver in itertools.product(CHECKPOINT, CHUNKS):
         cells = (f"{figures[' '.join(flags_of(*column, *saver))]:.0e}" for column in columns)
-        lines.append(f"| checkpoint {saver[0]}, chunks {saver[1]} | {' | '.join(cells)} |")
-    bounds = ", ".join(f"{bound:.0e} ({amp})" for amp, (bound, _) in BOUNDS.items())
-    wide = ", ".join(f"{amp} differs by at most {figures[f'{amp} from float32']:.0e}" for amp in AMP[1:])
-    return TEXT.format(iterations=ITERATIONS, bounds=bounds, wide=wide, table="\n".join(lines))
-
-
-TEXT = """# Every combination of the optimisations
-
-The largest relative difference of a loss in {iterations} iterations from the plain path of the same precision (no fused
-optimiser, no compilation, no checkpoint, one chunk); `none` is float32. A small model on a CPU: 128 tokens of 64
-numbers, 2 blocks, batch 4. Bounds: {bounds}.
-
-From the plain path in float32, {wide}.
-
-{table}
-
-Written by `make combinations` ([benchmarks/combinations.py](../benchmarks/combinations.py)); a test runs some of them.
-"""
+        rows.append(["checkpoint {}, chunks {}".format(*saver), *cells])
+    return markdown(["", *(f"{amp}{', fused' * fused}{', jit' * jit}" for amp, fused, jit in columns)], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--report", type=Path, help="Markdown file to write")
     args = parser.parse_args()
     logging.disable(logging.INFO)
     figures: dict[str, float] = {}
@@ -111,8 +94,6 @@ def main() -> None:
             if error > BOUNDS[amp][0] or wide > BOUNDS[amp][1]:
                 failed.append(name)
     write_record(args.json, figures, {})
-    if args.report:
-        args.report.write_text(report(figures))
     if failed:
         sys.exit(f"combinations.py: {len(failed)} beyond the bounds: {'; '.join(failed)}")
 

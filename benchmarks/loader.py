@@ -40,6 +40,7 @@ from utils.data.frames import FrameReader
 from utils.data.loader import Loader
 from utils.data.order import SampleOrder
 from utils.data.to_device import Normaliser
+from utils.measure.tables import markdown
 from utils.sample_data.write import write_shape
 
 SHAPE, B, SAMPLES = (20, 360, 720), 4, 25  # 24 pairs: six batches an epoch
@@ -264,11 +265,11 @@ def ratios(rounds: list[dict[str, dict[str, float]]]) -> dict[str, list[float]]:
 
 def table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
     """Return chapter 1's table: GB/s of each case on each layout."""
-    lines = ["| GB/s | " + " | ".join(f"`{layout}`" for layout in LAYOUTS) + " |", "|---|" + "---|" * len(LAYOUTS)]
+    rows = []
     for name in CASES:
-        cells = [figures.get(f"{layout}, {name}, GB/s") for layout in LAYOUTS]
-        lines.append(f"| {name} | " + " | ".join("" if x is None else f"{x:.2g}" for x in cells) + " |")
-    return "\n".join(lines)
+        cells = (figures.get(f"{layout}, {name}, GB/s") for layout in LAYOUTS)
+        rows.append([name, *("" if x is None else f"{x:.2g}" for x in cells)])
+    return markdown(["GB/s", *(f"`{layout}`" for layout in LAYOUTS)], rows)
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ from utils.comm import GROUPS, Grid
 from utils.config.reader import load_config
 from utils.config.settings import Config
 from utils.data.fields import Fields
+from utils.measure.tables import markdown
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
 TP4, CP4, PLAIN, ULYSSES = (
@@ -190,16 +191,14 @@ def parts_of(tracker: MemTracker, when: str) -> dict[str, int]:
 
 def table(results: dict[str, dict]) -> str:
     """Return what rank 0 of each grid holds, and sends in a step, in MB (1e6 bytes)."""
-    lines = [
-        "| grid | tokens | parameters | weights | optimiser | activations | peak | over tp | over cp | over dp-cp |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = "grid, tokens, parameters, weights, optimiser, activations, peak, over tp, over cp, over dp-cp".split(", ")
+    rows = []
     for name, r in results.items():
-        parts = r["after_forward"]
-        held = [4 * r["parameters"], parts["Optstate"], parts["Activation"], r["peak"]]
-        figures = " | ".join(f"{n / MB:,.0f}" for n in (*held, *(r["sent"][axes] for axes in ("tp", "cp", "dp-cp"))))
-        lines.append(f"| {name} | {r['tokens']:,} | {r['parameters'] / 1e6:.1f} million | {figures} |")
-    return "\n".join(lines)
+        parts, sent = r["after_forward"], [r["sent"][axes] for axes in ("tp", "cp", "dp-cp")]
+        sizes = [4 * r["parameters"], parts["Optstate"], parts["Activation"], r["peak"], *sent]
+        count = f"{r['parameters'] / 1e6:.1f} million"
+        rows.append([name, f"{r['tokens']:,}", count, *(f"{size / MB:,.0f}" for size in sizes)])
+    return markdown(head, rows)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from benchmarks.loop import loop_overhead
 from benchmarks.memory import mlp_peak
 from benchmarks.record import write_record
 from utils.device import known_device, measured_peak, peak_flops, synchronize
+from utils.measure.tables import markdown
 
 ROUNDS, STEPS, WARMUP = 3, 8, 3
 CASES = {
@@ -137,7 +138,6 @@ def validation_ratios() -> list[float]:
 
 def table(figures: dict[str, float], spread: dict[str, list[float]], cases: list[str]) -> str:
     """Return the figures of some cases as chapter 1 shows them."""
-    head = ["", *(f"`{name}`" for name in cases)]
     rows = {
         "forward, backward, optimiser (ms)": lambda n: " + ".join(
             f"{figures[f'{n}: {part}_ms']:.0f}" for part in ("forward", "backward", "optimizer")
@@ -149,8 +149,8 @@ def table(figures: dict[str, float], spread: dict[str, list[float]], cases: list
         "fraction of the matmul peak": lambda n: f"{figures[f'{n}: fraction_of_matmul']:.2f}",
         "with attention as it is, all else at the peak": lambda n: f"{figures[f'{n}: attention_limited_fraction']:.2f}",
     }
-    lines = [head, ["---"] * len(head), *([label, *map(value, cases)] for label, value in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head = ["", *(f"`{name}`" for name in cases)]
+    return markdown(head, ([label, *map(value, cases)] for label, value in rows.items()))
 
 
 def savers_table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
@@ -160,17 +160,16 @@ def savers_table(figures: dict[str, float], spread: dict[str, list[float]]) -> s
         low, high = spread[name]
         return f"{figures[name]:.2f} ({low:.2f} to {high:.2f})"
 
-    lines = ["| | activations | peak of a step | time of a step |", "|---|---|---|---|"]
+    rows = []
     for name, flags in SAVERS.items():
         if flags:
             ratios = [f"{figures[f'{name}: {part}_ratio']:.2f}" for part in ("activations", "peak")]
-            lines.append(f"| `{' '.join(flags)}` | {' | '.join(ratios)} | {timed(f'{name}: step_time_ratio')} |")
-    chunks = "mlp_chunks 4"
-    peaks = {name: f"{figures[f'{chunks}: mlp_peak_ratio_{name}']:.2f}" for name in ("training", "validation")}
-    time = timed(f"{chunks}: validation_time_ratio")
-    lines.append(f"| `--mlp_chunks=4`, an MLP alone, training | | {peaks['training']} | |")
-    lines.append(f"| `--mlp_chunks=4`, an MLP alone, validation | | {peaks['validation']} | {time} (whole pass) |")
-    return "\n".join(lines)
+            rows.append([f"`{' '.join(flags)}`", *ratios, timed(f"{name}: step_time_ratio")])
+    times = {"training": "", "validation": timed("mlp_chunks 4: validation_time_ratio") + " (whole pass)"}
+    for name, seconds in times.items():
+        peak = f"{figures[f'mlp_chunks 4: mlp_peak_ratio_{name}']:.2f}"
+        rows.append([f"`--mlp_chunks=4`, an MLP alone, {name}", "", peak, seconds])
+    return markdown(["", "activations", "peak of a step", "time of a step"], rows)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import ladder_report, loader, simulate, step  # noqa: E402
+from benchmarks import certificate, combinations, ladder_report, loader, simulate, step  # noqa: E402
 from docs.figures import roofline  # noqa: E402
 from utils.measure import advice  # noqa: E402
 
@@ -67,7 +67,12 @@ TABLES = {
     "advice.doctor": lambda: advice.table("doctor"),
     "advice.memory": lambda: advice.table("memory"),
     "advice.slow": lambda: advice.table("slow"),
+    "certificate.grids": lambda: certificate.table(record("certificate")["grids"]),
+    "certificate.modes": lambda: certificate.table(record("certificate")["modes"]),
+    "certificate.summary": lambda: record("certificate")["summary"] + ".",
     "checkpoint.table": checkpoint_table,
+    "combinations.bounds": lambda: ", ".join(f"{x:.0e} ({amp})" for amp, (x, _) in combinations.BOUNDS.items()) + ".",
+    "combinations.table": lambda: combinations.table(measured("combinations")[0]),
     "loader.table": lambda: loader.table(*measured("loader")),
     "roofline.table": roofline.table,
     "simulate.table": lambda: simulate.table(record("simulate")["grids"]),

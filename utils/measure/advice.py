@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from utils.config.settings import Config
+from utils.measure.tables import markdown
 
 ASIDE = ("validation", "checkpoint", "logging", "profiling", "setup")  # parts of a run that are no training
 SLOWEST = "waiting for the slowest rank"
@@ -72,8 +73,7 @@ def table(name: str) -> str:
         told = "the largest part" if name == "memory" else "what the report, the log or the trace shows"
         head = (told, "try", "what it costs")
         rows = [(row["symptom"], "; ".join(map(_on_page, row["try"])), row.get("cost", "")) for row in tables()[name]]
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+    return markdown(head, rows)
 
 
 def _on_page(remedy: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""The tables of a run's report: lines for the log, and rows for files."""
+"""The tables of a run's report: lines for the log, rows for files; and tables for pages."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -76,6 +76,12 @@ def time_rows(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
     head = {key: event[key] for key in ("epoch", "iteration", "iterations", "wall")}
     for part in event["seconds"]:
         yield head | {"part": part} | {key: event[key][part] for key in ("seconds", "longest", "longest_rank")}
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:

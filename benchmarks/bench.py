@@ -91,10 +91,8 @@ class Bench:
 
     def flops(self) -> int:
         """Return the floating point operations of a step: the embedding alone needs no gradient of its input."""
-        N = self.tokens
-        return self.config.global_batch_size * (
-            3 * self.model.flops() - 2 * N * self.model.patch_embed.proj.weight.numel()
-        )
+        model, N = self.model, self.tokens
+        return self.config.global_batch_size * (3 * model.flops() - 2 * N * model.patch_embed.proj.weight.numel())
 
     def memory(self) -> dict[str, int]:
         """Return the bytes by part, of a step without compilation: tensors alone, no workspace of a kernel."""
@@ -147,4 +145,4 @@ class Bench:
 
 
 def _bytes(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)

@@ -89,10 +89,6 @@ FULL = [grid_of(1, 4, 1, True), grid_of(1, 1, 7, False), grid_of(1, 4, 4, True)]
 EVERY = (1, 2, 4, 8)  # ranks of which all grids are tried, on all small images
 
 
-def ranks_of(grid: dict) -> int:
-    return grid["dp"] * grid["tensor_parallel"] * grid["context_parallel"]
-
-
 def grids(ranks: int) -> list[dict]:
     """Return all grids of `ranks` ranks. Orders that give the same grid count once."""
     found = []
@@ -118,7 +114,8 @@ def runs_of(ranks: int, images: list[str], modes: list[str], named: int) -> list
     pairs += [(grid, [[FULL_IMAGE, FULL_IMAGE]]) for grid in FULL if FULL_IMAGE in modes]
     others = [mode for mode in modes if mode not in ("float64", FULL_IMAGE)]
     pairs += [(grid, [[NAMED_IMAGE, mode] for mode in others if is_allowed(grid, mode)]) for grid in NAMED[:named]]
-    return [{"grid": grid, "runs": runs} for grid, runs in pairs if runs and ranks_of(grid) == ranks]
+    sizes = ("dp", "tensor_parallel", "context_parallel")
+    return [{"grid": g, "runs": runs} for g, runs in pairs if runs and math.prod(g[s] for s in sizes) == ranks]
 
 
 def is_allowed(grid: dict, mode: str) -> bool:

@@ -118,17 +118,12 @@ def worst_of(found: list[tuple[str, float, str]]) -> dict[str, tuple[float, str]
     return worst
 
 
-def draw_weights(folder: str, image: str) -> None:
-    """Draw the weights that all runs on an image begin with: in float32, whatever they train in."""
-    config, _ = load_config([x for x in flags({}, image, Mode(), folder) if not x.startswith("--init_from")])
-    torch.save(train.build_model(config, Fields.blank(config)).state_dict(), f"{folder}/{image}.pt")
-
-
 def serial(folder: str) -> None:
     """Train with train.py all that the grids are compared with, and keep it in FOLDER."""
     written = [image for image in IMAGES if Path(folder, image).exists()]
-    for image in written:
-        draw_weights(folder, image)
+    for image in written:  # the weights that all runs on it begin with: in float32, whatever they train in
+        config, _ = load_config([x for x in flags({}, image, Mode(), folder) if not x.startswith("--init_from")])
+        torch.save(train.build_model(config, Fields.blank(config)).state_dict(), f"{folder}/{image}.pt")
     join(World())
     references = {}
     for name, mode in SERIAL.items():

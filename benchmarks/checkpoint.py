@@ -25,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench import Bench
-from benchmarks.record import write_record
+from benchmarks.record import Figures, write_record
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.background import Checkpointer
 from utils.checkpoint.state import TrainingState
@@ -104,7 +104,7 @@ def load(state: TrainingState, folder: Path) -> float:
 def measure(bench: Bench, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Save and load in `folder`, on one rank; return the figures of each round."""
     state, measured = TrainingState(bench.model, bench.optimizer, bench.scaler), []
-    options = {"keep": 1, "resumed": None, "sync": lambda: None, "timeout": timedelta(minutes=30)}
+    options = {"keep": 1, "newest": None, "sync": lambda: None, "timeout": timedelta(minutes=30)}
     checkpointer = Checkpointer(folder / "checkpoints", state, **options)
     for i in range(rounds + 1):
         found = save(bench, checkpointer, i + 1)
@@ -146,12 +146,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         values = measure(bench, Path(folder), args.rounds)
     dist.destroy_process_group()
-    figures = {name: statistics.median(v) for name, v in values.items()}
-    spread = {name: [min(v), max(v)] for name, v in values.items()}
-    for name in figures:
-        print(f"{name:50} {figures[name]:8.3f}  {spread[name][0]:8.3f} to {spread[name][1]:8.3f}")
+    figures = Figures()
+    for name, rounds in values.items():
+        print(figures.add(name, rounds))
     if args.json:
-        write_record(args.json, figures, spread)
+        write_record(args.json, figures, figures.spread)
 
 
 if __name__ == "__main__":

@@ -72,16 +72,12 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
         has_gradients = group in ("dp", "cp") and "dp-cp all_reduce" not in found
         size = sent.get(group, 0.0) + (sent.get("dp-cp", 0.0) if has_gradients else 0.0)
         if size:
-            seconds = size / speeds[kind_of(group)] / 1e9
+            # Gradients are added up, tokens are gathered.
+            seconds = size / speeds["all_reduce" if "dp" in group else "all_gather"] / 1e9
             told += f"; {1e3 * seconds:.1f} ms for what a step sends over it, which computes about {1e3 * step:.1f} ms"
             most = "dp-cp" if has_gradients and sent.get("dp-cp", 0.0) > sent.get(group, 0.0) else group
             remedy = finding(most) if seconds > step / 2 else remedy
         yield Line(told, remedy)
-
-
-def kind_of(group: str) -> str:
-    """Return the collective that a group's time is reckoned by: gradients are added up, tokens are gathered."""
-    return "all_reduce" if "dp" in group else "all_gather"
 
 
 def measure_collectives(flags: list[str], nproc: int, **env: str) -> dict[str, Any]:
@@ -106,7 +102,9 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
     speeds = {}
     for depth in (1, 16) if data.train_loader.is_direct else (1,):
         for path in data.train_files.paths:
-            drop_cache(path)
+            # The system shall forget its copy; a file system may not listen.
+            with open(path, "rb") as file, contextlib.suppress(AttributeError, OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         speeds[depth] = read_speed(reader, depth)
     size = sum(frames[0].nbytes for frames in reader.ring.frames[0]) / 1e9  # GB of a sample
     told = ", ".join(
@@ -124,12 +122,6 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
         yield Line(told, finding("depth", best=best))
     else:
         yield Line(told, finding("storage"))
-
-
-def drop_cache(path: str) -> None:
-    """Ask the system to forget its copy of a file; a file system may not listen."""
-    with open(path, "rb") as file, contextlib.suppress(AttributeError, OSError):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_speed(reader: BatchReader, depth: int) -> float:

@@ -10,7 +10,6 @@ Each part writes the file anew: if time runs out, what was measured stays. Whole
 import argparse
 import gc
 import itertools
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from benchmarks.bench import Bench
 from benchmarks.checkpoint import measure
 from benchmarks.data import path_flags
 from benchmarks.observers import measure as overhead
-from benchmarks.record import write_record
+from benchmarks.record import Figures, write_record
 from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention
@@ -57,7 +56,7 @@ def clean_up() -> None:
     torch.compiler.reset()
 
 
-def tests(figures: dict, spread: dict, kernels: dict) -> None:
+def tests(figures: Figures, kernels: dict) -> None:
     """Run the GPU's tests; the record has the numbers of those that passed, failed and were skipped."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", "--show-capture=no", "--tb=short"]
     files = sorted(str(path) for path in (ROOT / "tests/gpu").glob("test_*.py"))
@@ -70,12 +69,12 @@ def tests(figures: dict, spread: dict, kernels: dict) -> None:
             figures[f"tests {word}"] = int(count)
 
 
-def steps(figures: dict, spread: dict, kernels: dict) -> None:
+def steps(figures: Figures, kernels: dict) -> None:
     for section, flags in SECTIONS.items():
         for case, more in CASES.items():
             name = f"{section}, {case}"
             found = compare({name: [*flags, *PLAIN, *more]})[name]
-            figures_of(found, name, figures, spread)
+            figures_of(found, name, figures)
             print(f"{name}: {figures[f'{name}: samples_per_sec']:.1f} samples/s, "
                   f"{figures[f'{name}: fraction_of_matmul']:.2f} of the matmul rate", flush=True)  # fmt: skip
             kernels[name] = found["bench"].kernels(12)
@@ -83,7 +82,7 @@ def steps(figures: dict, spread: dict, kernels: dict) -> None:
             clean_up()
 
 
-def graphs(figures: dict, spread: dict, kernels: dict) -> None:
+def graphs(figures: Figures, kernels: dict) -> None:
     """Time the step and the update as they are, recorded, and by compile_mode reduce-overhead; compare the losses."""
     small = ["--config=base", "--local_batch_size=1"]  # short kernels: here the host is the limit
     modes = {
@@ -115,16 +114,15 @@ def graphs(figures: dict, spread: dict, kernels: dict) -> None:
                 if i > WARMUP:
                     times.append(1e3 * (time.perf_counter() - start))
             curves[mode] = torch.stack(losses).tolist()
-            figures[f"{name}: step_ms"], spread[f"{name}: step_ms"] = statistics.median(times), [min(times), max(times)]
+            print(figures.add(f"{name}: step_ms", times), flush=True)
             reference = curves["jit" if "jit" in mode else "as it is"]
-            change = max(abs(a - b) / b for a, b in zip(curves[mode], reference))
-            figures[f"{name}: loss change"] = change
-            print(f"{name}: {statistics.median(times):.2f} ms, loss change {change:.0e}", flush=True)
+            figures[f"{name}: loss change"] = max(abs(a - b) / b for a, b in zip(curves[mode], reference))
+            print(f"{name}: loss change {figures[f'{name}: loss change']:.0e}", flush=True)
             del bench, step, update, captured, losses
             clean_up()
 
 
-def attention_kernels(figures: dict, spread: dict, kernels: dict) -> None:
+def attention_kernels(figures: Figures, kernels: dict) -> None:
     """Time attention alone, forward and backward, at the shapes of `base` and `mp`; errors against float32."""
     for heads, d, tokens in ((8, 48, 4050), (8, 128, 4050), (8, 128, 1013), (8, 128, 16200)):
         batch = max(1, 16 * 4050 // tokens // (1 if d == 48 else 2))
@@ -161,13 +159,11 @@ def attention_kernels(figures: dict, spread: dict, kernels: dict) -> None:
             except RuntimeError as error:
                 print(f"{name}: {str(error).splitlines()[0][:80]}")
                 continue
-            best = statistics.median(times[2:])
-            figures[f"{name}: ms"], spread[f"{name}: ms"] = best, [min(times[2:]), max(times[2:])]
-            figures[f"{name}: tflop_per_sec"] = 3 * 4 * batch * heads * tokens**2 * d / best / 1e9
-            print(f"{name}: {best:.2f} ms, {figures[f'{name}: tflop_per_sec']:.0f} TFLOP/s", flush=True)
+            print(figures.add(f"{name}: ms", times[2:]), flush=True)
+            figures[f"{name}: tflop_per_sec"] = 12 * batch * heads * tokens**2 * d / figures[f"{name}: ms"] / 1e9
 
 
-def memory(figures: dict, spread: dict, kernels: dict) -> None:
+def memory(figures: Figures, kernels: dict) -> None:
     """Measure the allocator's peak and the step's time with each way to save memory."""
     for section, flags in SECTIONS.items():
         for saver, more in SAVERS.items():
@@ -176,16 +172,14 @@ def memory(figures: dict, spread: dict, kernels: dict) -> None:
             for _ in range(3):
                 bench.run_step()
             torch.cuda.reset_peak_memory_stats()
-            times = [bench.run_step()["step"] for _ in range(6)]
+            print(figures.add(f"{name}: step_ms", [1e3 * bench.run_step()["step"] for _ in range(6)]), flush=True)
             figures[f"{name}: peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
             figures[f"{name}: reserved_mb"] = torch.cuda.memory_reserved() / 1e6
-            figures[f"{name}: step_ms"] = 1e3 * statistics.median(times)
-            print(f"{name}: {figures[f'{name}: peak_mb']:.0f} MB, {figures[f'{name}: step_ms']:.1f} ms", flush=True)
             del bench
             clean_up()
 
 
-def loader(figures: dict, spread: dict, kernels: dict) -> None:
+def loader(figures: Figures, kernels: dict) -> None:
     """Measure the loop of `base` in bf16 with each way to read, over the same step fed from memory."""
     ways = {
         "in the loop": [], "1 worker": ["--num_data_workers=1"], "4 workers": ["--num_data_workers=4"],
@@ -217,16 +211,14 @@ def loader(figures: dict, spread: dict, kernels: dict) -> None:
                     seconds.append(time.perf_counter() - start)
                 ratios.append(seconds[1] / seconds[0])
                 rate = 8 * epochs * len(bench.batch[0]) / seconds[0]
-            key = f"loader, {name}: of the step fed from memory"
-            figures[key], spread[key] = statistics.median(ratios), [min(ratios), max(ratios)]
+            print(figures.add(f"loader, {name}: of the step fed from memory", ratios), flush=True)
             figures[f"loader, {name}: samples_per_sec"] = rate
-            print(f"{key}: {figures[key]:.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
             del data
     del bench
     clean_up()
 
 
-def checkpoints(figures: dict, spread: dict, kernels: dict) -> None:
+def checkpoints(figures: Figures, kernels: dict) -> None:
     """Save and load `mp` while it trains: the stall on the device's timeline."""
     join(World())
     bench = Bench([*SECTIONS["mp"], *PLAIN, "--amp_mode=bf16", "--enable_fused"])
@@ -235,22 +227,18 @@ def checkpoints(figures: dict, spread: dict, kernels: dict) -> None:
         found = measure(bench, Path(folder), 5)
     torch.distributed.destroy_process_group()
     for name, values in found.items():
-        key = f"checkpoint of mp: {name}"
-        figures[key], spread[key] = statistics.median(values), [min(values), max(values)]
-        print(f"{key}: {figures[key]:.3f} ({min(values):.3f} to {max(values):.3f})", flush=True)
+        print(figures.add(f"checkpoint of mp: {name}", values), flush=True)
     del bench
     clean_up()
 
 
-def observers(figures: dict, spread: dict, kernels: dict) -> None:
+def observers(figures: Figures, kernels: dict) -> None:
     """Measure what the report costs."""
     join(World())
     for section, flags in SECTIONS.items():
         found = overhead(Bench([*flags, *PLAIN, "--amp_mode=bf16", "--enable_fused", "--enable_jit"]))
         for name, values in found.items():
-            key = f"{section}: {name}"
-            figures[key], spread[key] = statistics.median(values), [min(values), max(values)]
-            print(f"{key}: {figures[key]:.4f} ({min(values):.4f} to {max(values):.4f})", flush=True)
+            print(figures.add(f"{section}: {name}", values), flush=True)
         clean_up()
     torch.distributed.destroy_process_group()
 
@@ -268,15 +256,14 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_suite.py: torch sees no GPU here; benchmarks/step.py runs on a CPU")
-    figures: dict[str, float] = {}
-    spread: dict[str, list[float]] = {}
+    figures = Figures()
     kernels: dict[str, list[dict]] = {}
     for name, part in PARTS.items():
         if name not in args.skip:
             start = time.perf_counter()
-            part(figures, spread, kernels)
+            part(figures, kernels)
             figures[f"{name}: seconds"] = time.perf_counter() - start
-            write_record(args.json, figures, spread, kernels=kernels)
+            write_record(args.json, figures, figures.spread, kernels=kernels)
 
 
 if __name__ == "__main__":

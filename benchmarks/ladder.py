@@ -122,15 +122,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rungs", nargs="+", help="words of the rungs to run, such as bf16 compile; default: all")
     parser.add_argument("--nproc", type=int, help="ranks, at the most; default: one a GPU")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--iterations", type=int, default=20, help=f"of an epoch: {LEAST} or more, if the data has them"
-    )
+    parser.add_argument("--iterations", type=int, default=20, help=f"of an epoch: {LEAST} or more")
     parser.add_argument("--minutes", type=float, default=20, help="a run that takes longer is skipped")
     parser.add_argument("--json", type=Path, help="file to write; default: runs/ladder_<section>.json")
     parser.add_argument("--fresh", action="store_true", help="forget the runs of an interrupted ladder")
-    parser.add_argument(
-        "--update_readme", action="store_true", help="rewrite the table in docs/ladder.md, and its record"
-    )
+    parser.add_argument("--update_readme", action="store_true", help="rewrite docs/ladder.md, and its record")
     args, flags = parser.parse_known_args(argv)
     check_place()
     if not any(flag.split("=")[0] == "--config" for flag in flags):

@@ -17,7 +17,6 @@ import itertools
 import logging
 import math
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.data import path_flags, train_here
-from benchmarks.record import write_record
+from benchmarks.record import Figures, write_record
 from utils.data.batches import Reading, Samples
 from utils.data.files import Files
 from utils.data.frames import FrameReader
@@ -291,14 +290,14 @@ def main() -> None:
         for _ in range(args.rounds):
             for depth, value in cold(folder).items():
                 measured.setdefault(f"cold, read_depth {depth}, of what it allows", []).append(value)
-    figures = {name: statistics.median(values) for name, values in measured.items()}
-    spread = {name: [min(values), max(values)] for name, values in measured.items()}
-    shown = [name for name in figures if not name.endswith(("GB/s", "s/GB", "batch s"))]
-    for name in sorted(shown, key=lambda name: "_" not in name):
-        print(f"{name:55} {figures[name]:6.3f}  {spread[name][0]:6.3f} to {spread[name][1]:6.3f}")
-    print(table(figures, spread))
+    figures = Figures()
+    for name in sorted(measured, key=lambda name: "_" not in name):
+        told = figures.add(name, measured[name])
+        if not name.endswith(("GB/s", "s/GB", "batch s")):
+            print(told)
+    print(table(figures, figures.spread))
     if args.json:
-        write_record(args.json, figures, spread)
+        write_record(args.json, figures, figures.spread)
 
 
 if __name__ == "__main__":

@@ -80,9 +80,7 @@ def devices(nproc: int) -> Iterator[Line]:
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(i))
         major, minor = torch.cuda.get_device_capability(i)
         name = f"GPU {i}: {torch.cuda.get_device_name(i)}, capability {major}.{minor}, {total:.0f} GiB"
-        busy = (
-            f"{total - free:.1f} GiB are in use by others: ask for a node of your own" if free < 0.9 * total else None
-        )
+        busy = f"{total - free:.1f} GiB are in use: ask for a node of your own" if free < 0.9 * total else None
         yield Line(name, busy)
         if not has_bf16(torch.device("cuda", i)):
             yield Line(f"GPU {i} has no bf16", "use --amp_mode fp16")

@@ -1,7 +1,9 @@
 """The records in results/: machine, versions, command, figures with their spread."""
 
 import platform
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,19 @@ def device_name() -> str:
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+
+
+class Figures(dict[str, float]):
+    """Figures by name; of those that were measured several times the median, and in `spread` the least and the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread: dict[str, list[float]] = {}
+
+    def add(self, name: str, values: Sequence[float]) -> str:
+        """Add a figure that was measured several times, and return a line that tells it."""
+        self[name], self.spread[name] = statistics.median(values), [min(values), max(values)]
+        return f"{name:60} {self[name]:10.4g}  {min(values):.4g} to {max(values):.4g}"
 
 
 def write_record(path: Path, figures: dict[str, float], spread: dict[str, list[float]], **more: Any) -> None:

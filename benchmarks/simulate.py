@@ -88,7 +88,7 @@ class CollectiveCounter(TorchDispatchMode):
             group = next(dist.ProcessGroup.unbox(x) for x in leaves if isinstance(x, torch.ScriptObject))
             key = (self.axes[group.group_name], kind)
             self.count[key] += 1
-            self.bytes[key] += max(x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
+            self.bytes[key] += max(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
 
@@ -131,7 +131,7 @@ def step_of(config: Config, grid: Grid) -> dict:
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     scaler = GridScaler("cpu", grid.get_group("tp-cp"), enabled=config.amp_mode == "fp16")
     step = make_step(partial(forward_backward, model, scaler=scaler, config=config), grid, shard, gradients)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = sum(p.nbytes for p in model.parameters())
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
     tracker.track_external(model, optimizer, *batch)
     uses_ddp = grid.get_size("dp-cp") > 1 and not config.noddp

@@ -13,6 +13,7 @@ computed again (activation checkpointing, flash attention's backward pass) count
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -25,7 +26,7 @@ import torch
 from benchmarks.bench import REFERENCE, Bench
 from benchmarks.loop import loop_overhead
 from benchmarks.memory import mlp_peak
-from benchmarks.record import write_record
+from benchmarks.record import Figures, write_record
 from utils.device import known_device, measured_peak, peak_flops, synchronize
 from utils.measure.tables import markdown
 
@@ -65,24 +66,21 @@ def compare(cases: dict[str, list[str]]) -> dict[str, dict]:
     return results
 
 
-def figures_of(found: dict, name: str, figures: dict, spread: dict) -> None:
+def figures_of(found: dict, name: str, figures: Figures) -> None:
     """Add the figures of a case to those of a record, under its name."""
     bench: Bench = found["bench"]
     steps = [step for steps in found["rounds"] for step in steps]
     for part in ("forward", "backward", "optimizer", "step"):
-        times = [1e3 * step[part] for step in steps]
-        figures[f"{name}: {part}_ms"], spread[f"{name}: {part}_ms"] = statistics.median(times), [min(times), max(times)]
+        figures.add(f"{name}: {part}_ms", [1e3 * step[part] for step in steps])
     medians = [statistics.median(step["step"] for step in steps) for steps in found["rounds"]]
     fractions = [bench.flops() / t / peak for t, peak in zip(medians, found["peaks"])]
     samples = [bench.config.global_batch_size / t for t in medians]
-    figures[f"{name}: samples_per_sec"], spread[f"{name}: samples_per_sec"] = max(samples), [min(samples), max(samples)]
+    for key, rounds in (("samples_per_sec", samples), ("fraction_of_matmul", fractions)):
+        figures.add(f"{name}: {key}", rounds)
+        figures[f"{name}: {key}"] = max(rounds)
     figures[f"{name}: gflop_a_sample"] = bench.flops() / bench.config.global_batch_size / 1e9
     figures[f"{name}: tflop_per_sec"] = bench.flops() / min(medians) / 1e12
     figures[f"{name}: matmul_tflop_per_sec"] = max(found["peaks"]) / 1e12
-    figures[f"{name}: fraction_of_matmul"], spread[f"{name}: fraction_of_matmul"] = (
-        max(fractions),
-        [min(fractions), max(fractions)],
-    )
     if bench.device.type == "cuda" and known_device(torch.cuda.get_device_name(bench.device)):
         datasheet, _ = peak_flops(bench.device, bench.config.amp_mode, bench.config.tf32)
         figures[f"{name}: fraction_of_datasheet"] = bench.flops() / min(medians) / datasheet
@@ -96,27 +94,18 @@ def figures_of(found: dict, name: str, figures: dict, spread: dict) -> None:
         figures[f"{name}: {part}_mb"] = size / 1e6
 
 
-def savers(figures: dict, spread: dict) -> None:
+def savers(figures: Figures) -> None:
     """Add what activation checkpointing and chunks save, and what they cost, to the figures."""
     results = compare({name: [*REFERENCE, *flags] for name, flags in SAVERS.items()})
     plain = results.pop("nothing")
     for name, found in results.items():
         for part in ("activations", "peak"):
             figures[f"{name}: {part}_ratio"] = found["memory"][part] / plain["memory"][part]
-        pairs = [
-            (step["step"], base["step"])
-            for ours, theirs in zip(found["rounds"], plain["rounds"])
-            for step, base in zip(ours, theirs)
-        ]
-        _add_ratio(figures, spread, f"{name}: step_time_ratio", [a / b for a, b in pairs])
+        ours, theirs = (itertools.chain.from_iterable(case["rounds"]) for case in (found, plain))
+        figures.add(f"{name}: step_time_ratio", [a["step"] / b["step"] for a, b in zip(ours, theirs)])
     for training, name in ((False, "validation"), (True, "training")):
         figures[f"mlp_chunks 4: mlp_peak_ratio_{name}"] = mlp_peak(4, training) / mlp_peak(1, training)
-    _add_ratio(figures, spread, "mlp_chunks 4: validation_time_ratio", validation_ratios())
-
-
-def _add_ratio(figures: dict, spread: dict, name: str, ratios: list[float]) -> None:
-    figures[name] = statistics.median(ratios)
-    spread[name] = [min(ratios), max(ratios)]
+    figures.add("mlp_chunks 4: validation_time_ratio", validation_ratios())
 
 
 def validation_ratios() -> list[float]:
@@ -176,17 +165,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="file to write")
     args, flags = parser.parse_known_args()
-    figures: dict[str, float] = {}
-    spread: dict[str, list[float]] = {}
+    figures = Figures()
     try:
         cases = {" ".join(flags): flags} if flags else {name: [*REFERENCE, *more] for name, more in CASES.items()}
         results = compare(cases)
     except ValueError as error:
         sys.exit(f"step.py: {error}")
     for name, found in results.items():
-        figures_of(found, name, figures, spread)
+        figures_of(found, name, figures)
     kernels = {name: found["bench"].kernels() for name, found in results.items()}
-    print(table(figures, spread, list(cases)))
+    print(table(figures, figures.spread, list(cases)))
     for name, rows in kernels.items():
         print(f"\n{name}: " + ", ".join(f"{row['name']} {row['share']:.0%}" for row in rows))
     if not flags:
@@ -194,16 +182,16 @@ def main() -> None:
             fractions = [figures[f"{case}: fraction_of_matmul"] for case in (name, f"{name} compiled")]
             figures[f"{name}_fraction_of_matmul"] = max(fractions)
         del results
-        savers(figures, spread)
+        savers(figures)
         overhead = loop_overhead(ROUNDS)
-        figures["loop_overhead"], spread["loop_overhead"] = min(overhead), [min(overhead), max(overhead)]
-        figures["loop_overhead_median"] = statistics.median(overhead)
-        print(savers_table(figures, spread))
+        figures.add("loop_overhead", overhead)
+        figures |= {"loop_overhead": min(overhead), "loop_overhead_median": statistics.median(overhead)}
+        print(savers_table(figures, figures.spread))
     print()
     for name, value in figures.items():
-        print(f"{name:60s} {value:10.4g}  {' to '.join(f'{x:.4g}' for x in spread.get(name, []))}")
+        print(f"{name:60s} {value:10.4g}  {' to '.join(f'{x:.4g}' for x in figures.spread.get(name, []))}")
     if args.json:
-        write_record(args.json, figures, spread, kernels=kernels)
+        write_record(args.json, figures, figures.spread, kernels=kernels)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,31 +35,22 @@ class CudaGraph:
         self.graph.replay()
 
 
+@dataclass(eq=False)
 class Captured:
     """A function of tensors that runs as it is for `warmup` calls, is then recorded, and replayed from there on.
 
     A recording holds addresses, not values: inputs are copied to where they lay when it was made, and the result is
     copied away before the next call overwrites it. All else that the function reads or changes, such as weights and
     gradients, must stay where it is. What it does in Python is done in the recording only.
-
-    Args:
-        function: from tensors of the same shapes in each call to a tensor.
-        name: what the log calls it.
-        warmup: calls before the recording, for everything that happens only at first: memory, compilation, handles.
-        make_graph: makes an empty recording.
-        log: called with a line when the recording is made.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Tensor],
-        name: str,
-        warmup: int,
-        make_graph: Callable[[], CudaGraph],
-        log: Callable[[str], None] = print,
-    ):
-        self.function, self.name, self.warmup, self.make_graph, self.log = function, name, warmup, make_graph, log
-        self.calls, self.graph = 0, None
+    function: Callable[..., Tensor]  # from tensors of the same shapes in each call to a tensor
+    name: str  # what the log calls it
+    warmup: int  # calls before it, for everything that happens only at first: memory, compilation, handles
+    make_graph: Callable[[], CudaGraph]  # makes an empty recording
+    log: Callable[[str], None] = print  # called with a line when the recording is made
+    calls: int = 0
+    graph: CudaGraph | None = None
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         self.calls += 1
@@ -84,9 +76,7 @@ class Captured:
 def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
     """Raise ValueError where the step cannot be recorded, with the reason."""
     if device.type != "cuda":
-        raise ValueError(
-            "train_mp_graphs.py records CUDA graphs, which need a GPU, and the device is cpu: run train_mp.py"
-        )
+        raise ValueError("train_mp_graphs.py records CUDA graphs, and the device is cpu: run train_mp.py")
     if config.num_iters <= config.graph_warmup:
         raise ValueError(
             f"num_iters {config.num_iters} leaves nothing to replay after graph_warmup {config.graph_warmup}: "

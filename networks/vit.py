@@ -185,9 +185,7 @@ class ViT(nn.Module):
                 f"take a patch_size that divides both, or crop with --img_size"
             )
         if embed_dim % num_heads:
-            raise ValueError(
-                f"embed_dim {embed_dim} does not divide into {num_heads} heads: take a multiple of num_heads"
-            )
+            raise ValueError(f"embed_dim {embed_dim} does not divide into {num_heads} heads: take a multiple of it")
         self.patch_size = patch_size
         num_patches = (H // patch_size) * (W // patch_size)
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)

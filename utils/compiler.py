@@ -44,9 +44,7 @@ def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
     for name, modules in found.items():
         if not modules:
             known = sorted({cls for m in model.modules() for cls in _class_names(m)} - {"Module", "ModuleList"})
-            raise ValueError(
-                f"compile_modules names {name!r}, and the model has {', '.join(known)}: take some of these"
-            )
+            raise ValueError(f"compile_modules names {name!r}, and the model has {', '.join(known)}: take some")
     for module in dict.fromkeys(m for modules in found.values() for m in modules):
         module.forward = torch.compile(module.forward, fullgraph=True, mode=mode)
 

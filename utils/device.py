@@ -34,9 +34,7 @@ def pick_device(name: str, local_rank: int, expandable_segments: bool = True) ->
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
-            "device is 'cuda', but torch sees no GPU here: take --device cpu, or ask the scheduler for GPUs"
-        )
+        raise ValueError("device is 'cuda', but torch sees no GPU here: take --device cpu, or ask for GPUs")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     if allocator_settings(expandable_segments, device) == EXPANDABLE:

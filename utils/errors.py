@@ -25,10 +25,15 @@ class WriteError(OSError):
     """A result cannot be written: this rank ends with this one line, and by that the others."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextlib.contextmanager
 def harmless(what: str) -> Iterator[None]:
     """Let training go on where something that only looks on fails."""
     try:
         yield
     except Exception as error:
-        logging.warning("%s failed (%s): training goes on", what, f"{error}".split("\n")[0] or type(error).__name__)
+        logging.warning("%s failed (%s): training goes on", what, first_line(error))

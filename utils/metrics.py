@@ -1,6 +1,7 @@
 """Skill of the forecasts of a validation set: RMSE, anomaly correlation, persistence, per channel."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -45,31 +46,21 @@ def weighted_acc(
     return product / (f_norm * t_norm).sqrt()
 
 
+@dataclass(eq=False)
 class Scores:
-    """Sums over the samples of a validation set, kept on the device until `reduce`.
+    """Sums over the samples of a validation set, kept on the device until `reduce`."""
 
-    Args:
-        weights: weights of the grid points that add up to 1 over the whole image, [H, W].
-        climatology: normalised time means of the forecast channels, [C, H, W].
-        persistence: index of the input channel that each forecast channel persists from, -1 where there is none.
-        total: adds up sums over the ranks that hold parts of the same image.
-        group: the ranks whose samples differ; all ranks by default.
-    """
+    weights: Tensor  # of the grid points, adding up to 1 over the whole image, [H, W]
+    climatology: Tensor  # normalised time means of the forecast channels, [C, H, W]
+    origins: list[int]  # the input channel that each forecast channel persists from, -1 where there is none
+    total: Total = _whole  # adds up sums over the ranks that hold parts of the same image
+    group: dist.ProcessGroup | None = None  # the ranks whose samples differ; all ranks by default
 
-    def __init__(
-        self,
-        weights: Tensor,
-        climatology: Tensor,
-        persistence: list[int],
-        total: Total = _whole,
-        group: dist.ProcessGroup | None = None,
-    ):
-        self.weights, self.climatology, self.total, self.group = weights, climatology, total, group
-        self.known = [i >= 0 for i in persistence]
-        self.persistence = torch.tensor(persistence, device=weights.device).clamp(min=0)
+    def __post_init__(self):
+        device, wide = self.weights.device, torch.promote_types(self.weights.dtype, torch.float32)
+        self.persistence = torch.tensor(self.origins, device=device).clamp(min=0)
         # Rows: loss, number of samples (both in column 0); then RMSE, ACC and persistence's RMSE per channel.
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        self.sums = torch.zeros(5, len(persistence), device=weights.device, dtype=wide)
+        self.sums = torch.zeros(5, len(self.origins), device=device, dtype=wide)
 
     def update(self, forecast: Tensor, inp: Tensor, target: Tensor, counts: Tensor) -> None:
         """Add a batch; samples whose entry of `counts` [B] is 0 only pad it, and count for nothing."""
@@ -97,5 +88,5 @@ class Scores:
             "samples": int(sums[1, 0]),
             "rmse": rmse,
             "acc": acc,
-            "persistence": [x if known else None for x, known in zip(persistence, self.known)],
+            "persistence": [x if origin >= 0 else None for x, origin in zip(persistence, self.origins)],
         }

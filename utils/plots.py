@@ -22,12 +22,7 @@ MEANING = {
 
 
 def forecast_figure(
-    fields: dict[str, np.ndarray],
-    latitude: np.ndarray,
-    longitude: np.ndarray,
-    channel: str,
-    units: str,
-    title: str = "",
+    fields: dict[str, np.ndarray], latitude: np.ndarray, longitude: np.ndarray, channel: str, units: str, title: str
 ) -> Figure:
     """Draw the input, the target, the forecast and the error of one channel on four maps.
 

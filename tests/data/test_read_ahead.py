@@ -158,7 +158,7 @@ def test_a_reader_process_that_dies(tmp_path, which, processes):
     next(batches)
     victim = processes[1]
     os.kill(victim.pid, getattr(signal, which))
-    with pytest.raises(ReadError, match=rf"a reader process \({victim.pid}\) was killed by {which}: if memory ran out"):
+    with pytest.raises(ReadError, match=rf"reader process {victim.pid} was killed by {which}: out of memory"):
         list(batches)
 
 

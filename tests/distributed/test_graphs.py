@@ -158,7 +158,7 @@ def test_what_cannot_be_recorded_is_refused(tiny, flags, dp, found):
     grid = Grid(dp, 0)
     with pytest.raises(ValueError, match=found):
         check_capture(config, grid, torch.device("cuda"))
-    with pytest.raises(ValueError, match="need a GPU, and the device is cpu: run train_mp.py"):
+    with pytest.raises(ValueError, match="CUDA graphs, and the device is cpu: run train_mp.py"):
         check_capture(config, grid, torch.device("cpu"))
     mended = dataclasses.replace(
         config, num_iters=99, graph_warmup=11, compile_mode="default", dropout=0.0, enable_fused=True
@@ -171,4 +171,4 @@ def test_without_a_gpu_the_script_says_so_in_one_line(tiny):
     command = [sys.executable, "train_mp_graphs.py", *tiny_flags(tiny)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "need a GPU, and the device is cpu: run train_mp.py" in done.stderr and not (tiny / "runs").exists()
+    assert "CUDA graphs, and the device is cpu: run train_mp.py" in done.stderr and not (tiny / "runs").exists()

@@ -69,6 +69,6 @@ def test_picture():
 def test_picture_without_an_input_channel_or_units():
     field = np.random.default_rng(0).random((4, 8))
     fields = {"input": None, "target": field, "forecast": field}
-    figure = forecast_figure(fields, np.linspace(80, -80, 4), np.arange(8) * 45.0, "tcwv", "")
+    figure = forecast_figure(fields, np.linspace(80, -80, 4), np.arange(8) * 45.0, "tcwv", "", "")
     assert len(figure.axes) == 7 and figure.axes[4].get_ylabel() == "tcwv"
     render(figure)

@@ -246,7 +246,7 @@ def interrupted(tmp_path):
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGKILL"])
 def test_an_interrupted_run_goes_on(tmp_path, interrupted, monkeypatch, capsys, how):
     assert main([*interrupted[:2], str(tmp_path / "plain"), *interrupted[3:]]) == 0
-    original, seen = prepare_data._read, []
+    original, seen = prepare_data.Archive.read, []
 
     def stop(archive, first, *args):
         if first >= 1000:  # in the second of two years and a bit
@@ -254,19 +254,19 @@ def test_an_interrupted_run_goes_on(tmp_path, interrupted, monkeypatch, capsys, 
         return original(archive, first, *args)
 
     if how == "Ctrl-C":
-        monkeypatch.setattr(prepare_data, "_read", stop)
+        monkeypatch.setattr(prepare_data.Archive, "read", stop)
         assert main(interrupted) == 130
         assert "the same command goes on" in capsys.readouterr().err
     else:
         code = (
-            "import os, sys; from utils.prepare_data import prepare as prepare_data; read = prepare_data._read\n"
-            "prepare_data._read = lambda a, i, *more: os.kill(os.getpid(), 9) if i >= 1000 else read(a, i, *more)\n"
+            "import os, sys; from utils.prepare_data import prepare as prepare_data; read = prepare_data.Archive.read\n"
+            "prepare_data.Archive.read = lambda a, i, *more: os.kill(os.getpid(), 9) if i >= 1000 else read(a, i, *more)\n"
             "prepare_data.main(sys.argv[1:])"
         )
         command = [sys.executable, "-c", code, *interrupted]
         assert subprocess.run(command, cwd=ROOT, env=clean_environment()).returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(prepare_data, "_read", lambda a, i, *more: seen.append(i) or original(a, i, *more))
+    monkeypatch.setattr(prepare_data.Archive, "read", lambda a, i, *more: seen.append(i) or original(a, i, *more))
     assert main(interrupted) == 0
     assert "1 file(s) are complete" in capsys.readouterr().out and min(seen) == 8
     assert same(read(tmp_path / "out"), read(tmp_path / "plain"))
@@ -275,13 +275,13 @@ def test_an_interrupted_run_goes_on(tmp_path, interrupted, monkeypatch, capsys, 
 
 def test_an_unfinished_run_of_other_data_is_left_behind(tmp_path, interrupted, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "_read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(prepare_data.Archive, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(interrupted) == 130
     with monkeypatch.context() as patch:
-        original = prepare_data._read
+        original = prepare_data.Archive.read
         calls = []
         patch.setattr(
-            prepare_data, "_read", lambda *a: original(*a) if len(calls) < 9 and not calls.append(0) else stop()
+            prepare_data.Archive, "read", lambda *a: original(*a) if len(calls) < 9 and not calls.append(0) else stop()
         )
 
         def stop():
@@ -294,11 +294,11 @@ def test_an_unfinished_run_of_other_data_is_left_behind(tmp_path, interrupted, m
 
 
 def test_missing_values_are_counted_across_an_interruption(tmp_path, monkeypatch, capsys):
-    raw, original = dataset(steps=1500), prepare_data._read
+    raw, original = dataset(steps=1500), prepare_data.Archive.read
     raw.t2m[[3, 1400], 2, 5] = np.nan
     command = [write(tmp_path / "raw", raw), "--out", str(tmp_path / "out"), "--fill", "t2m=271.5"]
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "_read", lambda a, i, *more: original(a, i, *more) if i < 1000 else 1 / 0)
+        patch.setattr(prepare_data.Archive, "read", lambda a, i, *more: original(a, i, *more) if i < 1000 else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main([*command, "--memory_gb", "1e-4"])
     assert main([*command, "--memory_gb", "1e-4"]) == 0
@@ -307,7 +307,7 @@ def test_missing_values_are_counted_across_an_interruption(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("fault", ["disk", "memory"])
 def test_what_is_no_fault_of_the_data_keeps_what_is_done(tmp_path, interrupted, monkeypatch, capsys, fault):
-    original = prepare_data._read
+    original = prepare_data.Archive.read
 
     def fail(archive, first, *args):
         if first >= 1000:
@@ -315,7 +315,7 @@ def test_what_is_no_fault_of_the_data_keeps_what_is_done(tmp_path, interrupted, 
         return original(archive, first, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "_read", fail)
+        patch.setattr(prepare_data.Archive, "read", fail)
         assert main(interrupted) == 2
     error = capsys.readouterr().err
     assert "the same command goes on" in error and error.count("\n") == 1
@@ -324,9 +324,9 @@ def test_what_is_no_fault_of_the_data_keeps_what_is_done(tmp_path, interrupted, 
 
 
 def test_a_file_that_is_gone_is_made_anew(tmp_path, interrupted, monkeypatch, capsys):
-    original = prepare_data._read
+    original = prepare_data.Archive.read
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "_read", lambda a, i, *more: stop() if i >= 1000 else original(a, i, *more))
+        patch.setattr(prepare_data.Archive, "read", lambda a, i, *more: stop() if i >= 1000 else original(a, i, *more))
 
         def stop():
             raise KeyboardInterrupt
@@ -364,14 +364,14 @@ def test_a_replacement_that_was_stopped_between_its_renames_loses_nothing(tmp_pa
 
 def test_nothing_of_others_is_replaced(tmp_path, monkeypatch, capsys):
     """A folder that appears meanwhile stays; so does the old one where the new one cannot take its place."""
-    path, out, original = write(tmp_path / "raw", dataset()), tmp_path / "out", prepare_data._read
+    path, out, original = write(tmp_path / "raw", dataset()), tmp_path / "out", prepare_data.Archive.read
 
     def read_and_make(*args):
         (out / "precious").mkdir(parents=True, exist_ok=True)
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "_read", read_and_make)
+        patch.setattr(prepare_data.Archive, "read", read_and_make)
         assert main([path, "--out", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err and (out / "precious").exists()
     shutil.rmtree(out)
@@ -534,7 +534,7 @@ def test_files_that_do_not_fit_together(tmp_path, capsys):
             ["coarse.nc has the latitude 90 to -90 (5)", "(9): bring them to one regular grid first", "regrid"],
         ),
         ([a, moved], ["moved.nc has the longitude 1 to 338.5"]),
-        ([a, later], ["has the time 2000-12-25T00:00, and z500 has not: give the same times"]),
+        ([a, later], ["has 2000-12-25T00:00, and z500 has not: give all channels"]),
         ([a, a], ["is followed by", "a.nc): time must rise", "leave out what is there twice"]),
         ([twice], ["06:00 is followed by 2000-12-25T06:00", "time must rise"]),
         ([a, celsius], ["t2m is in K in", "and in degC in", "to one unit"]),
@@ -598,7 +598,7 @@ def test_check_finds_faults(tmp_path, capsys, fault):
         word = "2003.h5"
     elif fault == "statistics":
         np.save(tmp_path / "stats/global_means.npy", np.zeros((1, 2, 1, 1)))
-        word = "global_means.npy has the shape [1, 2, 1, 1], not [1, 3, 1, 1]"
+        word = "global_means.npy has the shape [1, 2, 1, 1]: global_means_path must be [1, 3, 1, 1]"
     elif fault == "means":
         np.save(tmp_path / "stats/global_means.npy", np.full((1, 3, 1, 1), 9))
         word = "global_means.npy has 9 for channel 0"

@@ -66,7 +66,7 @@ MUTATIONS = [
     ("data/unfinished", "if self.old.exists() and not self.out.exists():", "if False:", "prepare_data"),
     ("data/unfinished", "if held is None:", "if False:", "prepare_data"),
     ("prepare_data/prepare", "bad = ~(np.abs(values) < LARGEST)", "bad = np.isnan(values)", "prepare_data"),
-    ("prepare_data/prepare", "missing[name] += count", "pass", "prepare_data"),
+    ("prepare_data/prepare", "self.missing[name] += count", "pass", "prepare_data"),
     ("prepare_data/prepare", "(np.diff(years) != 0) | ", "", "prepare_data"),
     ("prepare_data/archive", "np.roll(values[:, i], -self.rolled, axis=-1) if self.rolled else ", "", "prepare_data"),
     ("prepare_data/archive", "np.diff(times) <= 0", "np.diff(times) < 0", "prepare_data"),

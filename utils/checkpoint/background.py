@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,38 +17,29 @@ from utils.checkpoint.state import TrainingState
 from utils.ranks.agree import all_ranks_agree, first_message
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Writes checkpoints into a folder while training goes on.
 
     The loop copies the state into buffers of the host, which are used again, and a thread of each rank writes them.
     All ranks call the same methods at the same iterations.
-
-    Args:
-        folder: `checkpoints` of the run.
-        keep: the newest so many stay, and the best.
-        resumed: the checkpoint that the run went on from.
-        sync: brings the records up to here to the disk; called on rank 0 before a checkpoint counts.
-        timeout: how long a rank waits for the others.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        state: TrainingState,
-        keep: int,
-        resumed: Path | None,
-        sync: Callable[[], None],
-        timeout: timedelta,
-    ):
-        self.folder, self.state, self.keep, self.sync, self.timeout = folder, state, keep, sync, timeout
+    folder: Path  # `checkpoints` of the run
+    state: TrainingState
+    keep: int  # the newest so many stay, and the best
+    newest: Path | None  # complete; at first the one that the run went on from
+    sync: Callable[[], None]  # brings the records up to here to the disk; on rank 0, before a checkpoint counts
+    timeout: timedelta  # how long a rank waits for the others
+    thread: threading.Thread | None = None
+    failed: str | None = None  # the name of the last one, where it could not be written
+
+    def __post_init__(self):
         self.is_main = dist.get_rank() == 0
-        self.thread: threading.Thread | None = None
-        self.newest = resumed  # complete
-        self.failed: str | None = None  # the name of the last one, where it could not be written
         self._new_group()
         with all_ranks_agree():
             if self.is_main:
-                folder.mkdir(exist_ok=True)
+                self.folder.mkdir(exist_ok=True)
 
     def _new_group(self) -> None:
         """Create the group of the threads that write: training's groups are in use meanwhile."""

@@ -12,6 +12,7 @@ part of a DTensor, which knows where in the whole tensor the slice lies.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +26,23 @@ from utils.ema import MovingAverage
 from utils.ranks.agree import first_message
 
 
+@dataclass(eq=False)
 class TrainingState:
-    """The weights, the optimiser and the random numbers of a run, on this rank. (A run keeps the scaler's state.)
+    """The weights, the optimiser and the random numbers of a run, on this rank. (A run keeps the scaler's state.)"""
 
-    Args:
-        model: the model on this rank, before DDP wraps it.
-        ema_decay: of the moving average of the weights; None for none.
-        stacked: names of the parameters that hold several matrices, one below the other, with their number.
-        generators: those that draw the same on all ranks, by name.
-        slices: the parameters that are cut over the tensor parallel ranks, with the dim, and the group of these ranks.
-    """
+    model: nn.Module  # on this rank, before DDP wraps it
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema_decay: float | None = None  # of the moving average of the weights; None for none
+    stacked: Mapping[str, int] = field(default_factory=dict)  # parameters of several matrices, one below the other
+    shared_generators: Mapping[str, torch.Generator] = field(default_factory=dict)  # which draw the same on all ranks
+    # The parameters that are cut over the tensor parallel ranks, with the dim, and the group of these ranks.
+    slices: tuple[Mapping[nn.Parameter, int], dist.ProcessGroup | None] = ({}, None)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        ema_decay: float | None = None,
-        stacked: Mapping[str, int] | None = None,
-        generators: Mapping[str, torch.Generator] | None = None,
-        slices: tuple[Mapping[nn.Parameter, int], dist.ProcessGroup | None] = ({}, None),
-    ):
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.average = None if ema_decay is None else MovingAverage(model, ema_decay)
-        self.stacked, self.shared_generators = stacked or {}, generators or {}
-        sliced, self.group = slices
-        self.sliced = {name: sliced[p] for name, p in model.named_parameters() if p in sliced}
+    def __post_init__(self):
+        self.average = None if self.ema_decay is None else MovingAverage(self.model, self.ema_decay)
+        sliced, self.group = self.slices
+        self.sliced = {name: sliced[p] for name, p in self.model.named_parameters() if p in sliced}
         self.mesh: DeviceMesh | None = None
         self.host: dict[str, Tensor] = {}  # copies in the host's memory, allocated once
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from utils.errors import first_line
 from utils.files import complete, part_of, write_text
 
 FORMAT = 1
@@ -58,7 +59,9 @@ def save(
         dcp.save(shards(), storage_writer=writer, process_group=group)
         if is_main:
             sync()
-            _complete(folder, info)
+            sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
+            write_text(part / INFO, json.dumps({"format": FORMAT, **info, "files": sizes}, indent=1))
+            complete(folder)
     except FAILURES as found:  # of any rank: dcp raises on all of them
         error = reason(found)
     error = _share(error, group)
@@ -66,14 +69,6 @@ def save(
         if is_main:
             remove([part])
         raise OSError(error)
-
-
-def _complete(folder: Path, info: dict[str, Any]) -> None:
-    """Give a checkpoint whose tensors are written its info and its name."""
-    part = part_of(folder)
-    sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
-    write_text(part / INFO, json.dumps({"format": FORMAT, **info, "files": sizes}, indent=1))
-    complete(folder)
 
 
 def _share(error: str | None, group: dist.ProcessGroup) -> str | None:
@@ -87,7 +82,7 @@ def reason(error: BaseException) -> str:
     """Return the cause of an error in one line: dcp's own names every rank with its traceback."""
     while isinstance(error, dcp.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 def read_info(folder: Path) -> dict[str, Any]:

@@ -30,9 +30,7 @@ def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> st
     folder, info = choose(source, best)
     weights = read_weights(folder, "ema" if ema else "model")
     if not weights:
-        raise ValueError(
-            f"{folder} holds no moving average of weights: leave --ema out (it takes --ema_decay in training)"
-        )
+        raise ValueError(f"{folder} holds no moving average of weights: leave --ema out, or train with --ema_decay")
     try:
         with whole(out) as part:
             torch.save(weights, part)

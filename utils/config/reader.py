@@ -175,18 +175,13 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run {script}")
     noted = [name for name in NOTED_KEYS if name in keys or name in flags]
     remarks = [f"Keys accepted and not needed: {', '.join(noted)}"] if noted else []
-
-    for name in ("compile_modules", "compile_mode"):
-        if getattr(config, name) != FIELDS[name].default and not config.enable_jit:
-            remarks.append(f"{name} changes nothing without --enable_jit")
-
-    if config.read_depth is not None and not config.num_data_workers:
-        remarks.append("read_depth changes nothing without --num_data_workers")
-
-    for name in ("profile_steps", "profile_ranks"):
-        if getattr(config, name) != FIELDS[name].default and config.profile == "none":
-            remarks.append(f"{name} changes nothing without --profile torch")
-
+    for flag, is_used, names in (
+        ("--enable_jit", config.enable_jit, ("compile_modules", "compile_mode")),
+        ("--num_data_workers", config.num_data_workers, ("read_depth",)),
+        ("--profile torch", config.profile != "none", ("profile_steps", "profile_ranks")),
+    ):
+        changed = (name for name in names if getattr(config, name) != FIELDS[name].default)
+        remarks += [f"{name} changes nothing without {flag}" for name in changed if not is_used]
     if len(config.profile_steps) != 3 or config.profile_steps[-1] < 1:
         raise ValueError(
             f"profile_steps is {list(config.profile_steps)}: it takes three numbers, of steps to wait, to warm up, and "

@@ -78,15 +78,11 @@ class Config:
     config: str = key("base", "section of the YAML file", "evaluation")
     run_num: str = key("00", "name of the run, the last folder of its path", "run")
     expdir: str = key("/logs", "folder that holds all runs", "run")
-    seed: int = key(
-        0, "seed of the weights, of the order of the samples and of dropout", "training", at_least=0, at_most=2**63 - 1
-    )
+    seed: int = key(0, "seed of weights, order of samples and dropout", "training", at_least=0, at_most=2**63 - 1)
     device: str = key("auto", "device to train on", "machine", choices=("auto", "cpu", "cuda"), same_forecast=True)
 
     # Long runs
-    checkpoint_every: str | None = key(
-        "10m", "time between checkpoints (90s, 10m, 1h), or a number of iterations", "run", rule=interval
-    )
+    checkpoint_every: str | None = key("10m", "time (90s, 10m, 1h) or iterations to a checkpoint", "run", rule=interval)
     keep_checkpoints: int = key(2, "newest checkpoints to keep; the best stays besides", "run", at_least=1)
     resume: str = key("none", "none, auto (the newest run of this name), or a run's or a checkpoint's folder", "run")
     init_from: str | None = key(None, "weights to begin with: a file of `python -m utils.checkpoint export`", "loop")
@@ -101,11 +97,7 @@ class Config:
     patch_size: int = key(8, "side of a square patch, in grid points", "training", at_least=1)
     dropout: float = key(0.0, "dropout probability: embedding, attention, projections, MLP", "training", at_least=0)
     drop_path: float = key(
-        0.0,
-        "DropPath probability of the last block (it grows linearly with depth)",
-        "training",
-        at_least=0,
-        same_forecast=True,
+        0.0, "DropPath probability of the last block (linear in depth)", "training", at_least=0, same_forecast=True
     )
     residual: bool = key(False, "forecast the change: x + net(x)", "training")
     attention: str = key(
@@ -118,15 +110,9 @@ class Config:
     valid_data_path: str = path("/data/valid", "folder of the validation files (*.h5)", "run")
     inf_data_path: str | None = path(None, "folder of the files to forecast from (evaluate.py)", "evaluation")
     global_means_path: str = path("/data/stats/global_means.npy", "mean of each channel, [1, C, 1, 1]", "evaluation")
-    global_stds_path: str = path(
-        "/data/stats/global_stds.npy", "standard deviation of each channel, [1, C, 1, 1]", "evaluation"
-    )
-    time_means_path: str = path(
-        "/data/stats/time_means.npy", "mean over time of each grid point, [1, C, H, W]", "evaluation"
-    )
-    time_diff_stds_path: str | None = path(
-        None, "std of the change over dt, [1, C, 1, 1]: scales a residual forecast", "evaluation"
-    )
+    global_stds_path: str = path("/data/stats/global_stds.npy", "std of each channel, [1, C, 1, 1]", "evaluation")
+    time_means_path: str = path("/data/stats/time_means.npy", "mean of each grid point, [1, C, H, W]", "evaluation")
+    time_diff_stds_path: str | None = path(None, "std of the change over dt: scales a residual forecast", "evaluation")
     img_size: list[int] = key((360, 720), "rows and columns to use, from the north-west corner", "training", at_least=1)
     dt: int = key(1, "lead of the forecast, in stored steps", "training", at_least=1)
     n_in_channels: int = key(20, "number of input channels: the first ones of the file", "training", at_least=1)
@@ -138,9 +124,7 @@ class Config:
     limit_nsamples_val: int | None = key(None, "validate on the first samples only", "run", at_least=1)
     data_loader_config: str = key("pytorch", "data loader", "run", choices=("pytorch", "dali"))
     num_data_workers: int = key(0, "readers that read ahead; 0 reads inside the loop", "run", at_least=0)
-    read_depth: int | None = key(
-        None, "reads under way at once, contiguous files (num_data_workers)", "run", at_least=1
-    )
+    read_depth: int | None = key(None, "reads at once, contiguous files (num_data_workers)", "run", at_least=1)
     stage_dir: str | None = key(None, "folder in the node to copy the files to before training", "run")
 
     # Training
@@ -154,14 +138,10 @@ class Config:
     accumulation_steps: int = key(1, "forward-backward passes per optimiser step", "loop", at_least=1)
     optimizer: str = key("Adam", "optimiser", "run", choices=("Adam",))
     lr: float = key(5e-4, "peak learning rate", "training", at_least=0)
-    lr_schedule: str = key(
-        "cosine", "what follows the warm-up: cosine decay to 0, or none", "training", choices=("cosine", "none")
-    )
+    lr_schedule: str = key("cosine", "after the warm-up: decay to 0, or none", "training", choices=("cosine", "none"))
     warmup: int = key(0, "iterations of linear warm-up; the last of them uses lr", "training", at_least=0)
     clip_grad_norm: float | None = key(None, "largest norm of the whole gradient", "training", at_least=0)
-    ema_decay: float | None = key(
-        None, "decay of a moving average of the weights: 0.999", "training", at_least=0, at_most=1
-    )
+    ema_decay: float | None = key(None, "decay of averaged weights: 0.999", "training", at_least=0, at_most=1)
 
     # Speed
     amp_mode: str = key("none", "mixed precision", "evaluation", choices=("none", "fp16", "bf16"))
@@ -174,17 +154,10 @@ class Config:
 
     # Memory
     activation_checkpoint: str = key(
-        "none",
-        "what the backward pass computes once more, and nobody keeps for it",
-        "loop",
-        choices=("none", "block", "mlp"),
+        "none", "what the backward pass computes once more", "loop", choices=("none", "block", "mlp")
     )
-    mlp_chunks: int = key(
-        1, "parts of the tokens that pass through an MLP or the head in turn", "evaluation", at_least=1
-    )
-    expandable_segments: bool = key(
-        True, "GPU memory in segments that can grow (not on MI300A)", "machine", same_forecast=True
-    )
+    mlp_chunks: int = key(1, "parts of the tokens that pass an MLP or the head in turn", "evaluation", at_least=1)
+    expandable_segments: bool = key(True, "GPU memory that can grow (not on MI300A)", "machine", same_forecast=True)
 
     # Data parallelism
     noddp: bool = key(False, "do not synchronise gradients (timing only: the ranks drift apart)", "run")
@@ -204,16 +177,12 @@ class Config:
     graph_optimizer: bool = key(False, "record the optimiser, too", "run", chapter=3)
 
     # What is shown
-    report: bool = key(
-        False, "measure what the run costs, and say what bounds it: tables at the end, and report/", "loop"
-    )
+    report: bool = key(False, "measure what the run costs, and say what bounds it: tables, and report/", "loop")
     profile: str = key("none", "profiler of some steps, whose traces go to profile/", "loop", choices=("none", "torch"))
     profile_steps: list[int] = key((10, 2, 3), "steps to wait, to warm up, and to profile", "run", at_least=0)
     profile_ranks: str = key("first", "ranks that write a trace", "run", choices=("first", "all"))
     tracker: str = key("none", "where curves go beside TensorBoard", "loop", choices=("none", "mlflow"))
-    plot_channels: list[str] | None = key(
-        None, "channels of the validation picture (default: the first one)", "evaluation"
-    )
+    plot_channels: list[str] | None = key(None, "channels to draw in validation (default: the first)", "evaluation")
 
     def with_batches(self, data_parallel_size: int) -> "Config":
         """Return the configuration with both batch sizes set: global = local x ranks x accumulation steps.

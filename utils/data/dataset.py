@@ -23,30 +23,24 @@ from utils.metrics import Scores, latitude_weights
 from utils.ranks.world import World
 
 
+@dataclass(eq=False)
 class WeatherData:
     """The training and validation sets of a configuration, for one of `num_shards` data-parallel ranks.
-
-    Args:
-        tokens: which tokens of each image this rank holds; all of them by default.
-        group: the data-parallel ranks; all ranks by default.
-        sharing: the ranks that work on the same samples, where there are several.
 
     Raises ValueError, in one line with the remedy, for whatever is wrong with the files (see `Files`) and with what
     they stand for (see `Fields`).
     """
 
-    def __init__(
-        self,
-        config: Config,
-        device: torch.device = torch.device("cpu"),
-        num_shards: int = 1,
-        shard_id: int = 0,
-        tokens: TokenShard | None = None,
-        group: dist.ProcessGroup | None = None,
-        sharing: FrameSharing | None = None,
-    ):
-        self.config, self.device, self.group, self.sharing = config, device, group, sharing
-        self.num_shards, self.shard_id = num_shards, shard_id
+    config: Config
+    device: torch.device = torch.device("cpu")
+    num_shards: int = 1
+    shard_id: int = 0
+    tokens: TokenShard | None = None  # those of each image that this rank holds; all of them by default
+    group: dist.ProcessGroup | None = None  # the data-parallel ranks; all ranks by default
+    sharing: FrameSharing | None = None  # the ranks that work on the same samples, where there are several
+
+    def __post_init__(self):
+        config, device = self.config, self.device
         if config.data_loader_config == "dali":
             check_dali()
         self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
@@ -59,7 +53,7 @@ class WeatherData:
                 f"{steps[1] / 3600:g} h: dt counts stored steps, so they must agree"
             )
         self.fields = Fields.open(config, self.train_files)
-        self.tokens = tokens or TokenShard(config.img_size, config.patch_size)
+        self.tokens = self.tokens or TokenShard(config.img_size, config.patch_size)
         self.normalise = normalisers(self.fields, device, config.enable_jit)
         self.train_pairs = self.train_files.samples(config.dt)[: config.limit_nsamples]
         self.valid_pairs = self.valid_files.samples(config.dt)[: config.limit_nsamples_val]

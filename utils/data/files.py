@@ -83,9 +83,7 @@ class Files:
         """
         C = self.shape[0]
         if given is not None and len(given) != C:
-            raise ValueError(
-                f"channel_names has {len(given)} names, but {self.paths[0]} holds {C} channels: name them all"
-            )
+            raise ValueError(f"channel_names has {len(given)} names, and {self.paths[0]} {C} channels: name them all")
         names = given or self.channel_names
         if names:
             return tuple(names), None
@@ -155,13 +153,9 @@ def check_crop(files: Files, img_size: tuple[int, int], patch_size: int) -> None
     """Raise ValueError where the image is larger than the stored grid, or crops a patch or more of it."""
     for side, stored, used in zip(("rows", "columns"), files.shape[1:], img_size):
         if used > stored:
-            raise ValueError(
-                f"img_size asks for {used} {side}, but {files.paths[0]} holds {stored}: take at most {stored}"
-            )
+            raise ValueError(f"img_size asks for {used} {side}, and {files.paths[0]} holds {stored}: take at most that")
         if side == "rows" and used < stored and files.latitude[0] < files.latitude[-1]:
-            raise ValueError(
-                f"img_size crops southern rows, but {files.paths[0]} begins there: turn the files round, north first"
-            )
+            raise ValueError(f"img_size crops southern rows, but {files.paths[0]} begins there: turn the files round")
         if stored - used >= patch_size:
             raise ValueError(
                 f"img_size {used} of {stored} {side} would crop {stored - used}, a patch ({patch_size}) or more: "
@@ -204,7 +198,12 @@ def _read_head(path: Path) -> Files:
             fields = file["fields"]
             if not isinstance(fields, h5py.Dataset):
                 raise ValueError(f"{path}: 'fields' is a group: it must be a dataset [time, channel, lat, lon]")
-            _check_filters(path, fields)
+            for number, name in filters(fields):
+                if not h5py.h5z.filter_avail(number):
+                    raise ValueError(
+                        f"{path} is compressed with {name or number}, which HDF5 here does not know: "
+                        f"`pip install hdf5plugin`, or store it contiguous"
+                    )
             if fields.ndim != 4 or fields.dtype.kind != "f" or fields.dtype.itemsize > 4:
                 raise ValueError(
                     f"{path} holds fields of {fields.dtype} {list(fields.shape)}: "
@@ -216,9 +215,7 @@ def _read_head(path: Path) -> Files:
                 if name not in file:
                     return None
                 if file[name].shape != (size,):
-                    raise ValueError(
-                        f"{path} holds {name} of shape {list(file[name].shape)}: it must be [{size}], as fields"
-                    )
+                    raise ValueError(f"{path} has {name} of shape {list(file[name].shape)}: it must be [{size}]")
                 return file[name][:]
 
             def labels(name: str) -> tuple[str, ...] | None:
@@ -230,7 +227,10 @@ def _read_head(path: Path) -> Files:
                     raise ValueError(f"{path} has {len(values)} {name} for {shape[0]} channels: mend the attribute")
                 return values
 
-            latitude, longitude = axis("latitude", shape[1]), axis("longitude", shape[2])
+            (_, H, W), latitude, longitude = shape, axis("latitude", shape[1]), axis("longitude", shape[2])
+            if latitude is None:  # an odd number of rows includes both poles, an even one lacks the last
+                latitude = 90 - 180 * np.arange(H) / (H - H % 2)
+            longitude = np.arange(W) * 360 / W if longitude is None else longitude
             return Files(
                 paths=(str(path),),
                 steps=(length,),
@@ -242,16 +242,11 @@ def _read_head(path: Path) -> Files:
                 dtype=fields.dtype.newbyteorder("="),
                 channel_names=labels("channel_names"),
                 units=labels("units") or ("",) * shape[0],
-                latitude=_default_latitude(shape[1]) if latitude is None else latitude,
-                longitude=np.arange(shape[2]) * 360 / shape[2] if longitude is None else longitude,
+                latitude=latitude,
+                longitude=longitude,
             )
     except (OSError, KeyError, RuntimeError) as error:
         raise ValueError(f"cannot read {path} as HDF5 ({error}): copy it again or remove it") from None
-
-
-def _default_latitude(rows: int) -> np.ndarray:
-    """An odd row count includes both poles; an even one is that grid without its last row."""
-    return 90 - 180 * np.arange(rows) / (rows - rows % 2)
 
 
 def _offset(fields: h5py.Dataset) -> int | None:
@@ -268,12 +263,8 @@ def stamp(path: str | Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _check_filters(path: Path, fields: h5py.Dataset) -> None:
-    """Raise ValueError where HDF5 cannot decompress a dataset."""
+def filters(fields: h5py.Dataset) -> list[tuple[int, str]]:
+    """Return number and name of each step that compresses a dataset."""
     stored = fields.id.get_create_plist()
-    for number, _, _, name in (stored.get_filter(i) for i in range(stored.get_nfilters())):
-        if not h5py.h5z.filter_avail(number):
-            raise ValueError(
-                f"{path} is compressed with {name.decode() or number}, which HDF5 here does not know: "
-                f"`pip install hdf5plugin`, or store it contiguous"
-            )
+    found = (stored.get_filter(i) for i in range(stored.get_nfilters()))
+    return [(number, name.decode()) for number, _, _, name in found]

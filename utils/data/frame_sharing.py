@@ -7,6 +7,8 @@ all-to-all gives every rank its tokens of all frames.
 Shapes:  B samples of a batch   b those that one rank decodes   C channels   H W rows, columns of the image
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,17 +17,13 @@ from utils.data.token_shard import TokenShard
 from utils.spans import span
 
 
+@dataclass(frozen=True)
 class FrameSharing:
-    """The ranks that work on the same samples.
+    """The ranks that work on the same samples."""
 
-    Args:
-        shards: the tokens of each rank of the group, in the group's order.
-        index: this rank's place in it.
-        group: the ranks.
-    """
-
-    def __init__(self, shards: list[TokenShard], index: int, group: dist.ProcessGroup | None):
-        self.shards, self.index, self.group = shards, index, group
+    shards: list[TokenShard]  # the tokens of each rank of the group, in its order
+    index: int  # this rank's place in it
+    group: dist.ProcessGroup | None
 
     def helps(self, chunk_rows: int | None) -> bool:
         """Would ranks that read for themselves decode what they do not need, or what others decode as well?

@@ -82,9 +82,7 @@ class ReaderProcess:
     def _say_end(self) -> None:
         code = self.process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise ReadError(
-            f"a reader process ({self.process.pid}) {how}: if memory ran out, lower --num_data_workers or the batch"
-        ) from None
+        raise ReadError(f"reader process {self.process.pid} {how}: out of memory? lower --num_data_workers") from None
 
 
 def main(socket: str, memory: str) -> None:

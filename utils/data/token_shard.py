@@ -9,37 +9,33 @@ patch by patch or in sums over points (normalising, the patch embedding, loss, m
 Shapes:  C channels   H W rows, columns of the image   P patch size   R K rows, columns of patches
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
+@dataclass(eq=False)
 class TokenShard:
     """One of `shards` chunks of the tokens of an image. With one shard it is the image itself.
-
-    Args:
-        img_size: H and W of the image.
-        index: which chunk, counted from 0.
-        group: the ranks that hold the other chunks of the same image; needed where there is more than one.
 
     Raises ValueError where the image does not divide into patches.
     """
 
-    def __init__(
-        self,
-        img_size: tuple[int, int],
-        patch_size: int,
-        shards: int = 1,
-        index: int = 0,
-        group: dist.ProcessGroup | None = None,
-    ):
-        (H, W), P = img_size, patch_size
+    img_size: tuple[int, int]  # H, W
+    patch_size: int
+    shards: int = 1
+    index: int = 0  # which chunk
+    group: dist.ProcessGroup | None = None  # the ranks that hold the other chunks of the same image
+
+    def __post_init__(self):
+        (H, W), P, shards, index = self.img_size, self.patch_size, self.shards, self.index
         if H % P or W % P:
             raise ValueError(
                 f"an image of {H} x {W} does not divide into patches of {P}: "
                 f"take a patch_size that divides both, or crop with --img_size"
             )
-        self.img_size, self.patch_size, self.shards, self.group = (H, W), P, shards, group
         self.columns = W // P
         self.total = H // P * self.columns  # tokens of the whole image
         self.length = -(-self.total // shards)  # tokens of every chunk, padding included

@@ -7,6 +7,7 @@
 Shapes: T time steps, C channels, H latitudes, W longitudes.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
@@ -24,6 +25,7 @@ LAYOUTS = {
 }
 
 
+@dataclass(eq=False)
 class DatasetWriter:
     """Files and statistics of one data set. `with` it: `add_file`, then `write` every frame of every file once.
 
@@ -34,27 +36,24 @@ class DatasetWriter:
 
     SUMS = ("sum", "square_sum", "diff_sum", "diff_square_sum", "frames", "differences")
 
-    def __init__(
-        self,
-        folder: Path,
-        channels: list[str],
-        units: list[str],
-        latitude: np.ndarray,
-        longitude: np.ndarray,
-        dtype: str = "float32",
-        layout: str = "contiguous",
-    ):
-        self.folder, self.channels, self.units = folder, channels, units
-        self.latitude, self.longitude = latitude.astype(np.float32), longitude.astype(np.float32)
-        self.shape = (len(channels), len(latitude), len(longitude))
-        self.storage = {"dtype": dtype, **LAYOUTS[layout]}
+    folder: Path
+    channels: list[str]
+    units: list[str]
+    latitude: np.ndarray
+    longitude: np.ndarray
+    dtype: str = "float32"
+    layout: str = "contiguous"
+
+    def __post_init__(self):
+        self.shape = (len(self.channels), len(self.latitude), len(self.longitude))
+        self.storage = {"dtype": self.dtype, **LAYOUTS[self.layout]}
         if "chunks" in self.storage:
             self.storage["chunks"] = (1, 1, *self.shape[1:])
         self.fields: dict[str, h5py.Dataset] = {}
         self.previous: dict[str, Tensor] = {}  # the last frame of each training file, for the differences
         self.frames = self.differences = 0
         self.sum = torch.zeros(self.shape, dtype=torch.float64)
-        self.square_sum, self.diff_sum, self.diff_square_sum = torch.zeros(3, len(channels), dtype=torch.float64)
+        self.square_sum, self.diff_sum, self.diff_square_sum = torch.zeros(3, len(self.channels), dtype=torch.float64)
 
     def add_file(self, name: str, time: np.ndarray) -> None:
         """Create FOLDER/`name`.h5 (say train/2001) for the times [T], in seconds since 1970-01-01."""
@@ -67,8 +66,8 @@ class DatasetWriter:
         fields.attrs["units"] = np.array(self.units, dtype=h5py.string_dtype())
         for axis, values in (
             ("time", time.astype(np.int64)),
-            ("latitude", self.latitude),
-            ("longitude", self.longitude),
+            ("latitude", self.latitude.astype(np.float32)),
+            ("longitude", self.longitude.astype(np.float32)),
         ):
             file.create_dataset(axis, data=values, track_times=False)
         file["time"].attrs["units"] = "seconds since 1970-01-01"

@@ -44,13 +44,9 @@ class ForecastData:
         self._compare((info or {}).get("data", {}))
         self.steps = round(settings.lead_hours / fields.step_hours)
         if self.steps < 1 or not math.isclose(self.steps * fields.step_hours, settings.lead_hours, rel_tol=1e-4):
-            raise ValueError(
-                f"lead_hours is {settings.lead_hours:g}, and the model's step is {fields.hours}: take a multiple of it"
-            )
+            raise ValueError(f"lead_hours is {settings.lead_hours:g}, and a step {fields.hours}: take a multiple of it")
         if fields.has_time and any(times is None for times in files.times):
-            raise ValueError(
-                f"some files in {config.inf_data_path} store time, and some do not: give files of one kind"
-            )
+            raise ValueError(f"some files in {config.inf_data_path} store time, and some not: give files of one kind")
         self.lead_hours = [fields.step_hours * (k + 1) for k in range(self.steps)]
         if self.steps > 1 and set(fields.in_names) != set(fields.out_names):
             raise ValueError(

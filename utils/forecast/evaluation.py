@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +31,30 @@ FORMAT = 2  # of what is kept of a forecast
 SAID_EVERY = 60  # seconds, where no progress bar is seen
 
 
+@dataclass(eq=False)
 class EvaluationRun:
     """Makes the forecasts that are not there yet, and judges all; an evaluation of the same setting goes on.
-
-    Args:
-        settings: what is evaluated, and how.
-        info: of the checkpoint; None for exported weights.
-        models: the names of the models.
-        remarks: for the log.
 
     Raises Refused for a folder that cannot be used, and where ranks found different checkpoints. WriteError where
     the folder cannot be written any more.
     """
 
-    def __init__(
-        self,
-        settings: Evaluation,
-        config: Config,
-        info: dict[str, Any] | None,
-        data: ForecastData,
-        models: list[str],
-        world: World,
-        remarks: list[str],
-    ):
-        self.settings, self.config, self.info, self.data, self.models = settings, config, info, data, models
-        self.world, self.folder = world, results_folder(settings)
+    settings: Evaluation  # what is evaluated, and how
+    config: Config
+    info: dict[str, Any] | None  # of the checkpoint; None for exported weights
+    data: ForecastData
+    models: list[str]  # their names
+    world: World
+    remarks: list[str]  # for the log
+
+    def __post_init__(self):
+        settings, data, world, self.folder = self.settings, self.data, self.world, results_folder(self.settings)
         self.store = ForecastStore(self.folder, len(data))
         self.handlers: list[logging.Handler] = []
-        self._compare_checkpoints()
+        mine = settings.checkpoint  # a training that goes on may have written another one meanwhile
+        first: list[Any] = [mine]
+        dist.broadcast_object_list(first)
+        share_error(f"the newest checkpoint is {mine}, on rank 0 {first[0]}: name one" if mine != first[0] else None)
         left: list[Any] = [None]
         with all_ranks_agree():
             writer = open_writer(settings.forecasts, self.folder, data, settings.checkpoint)
@@ -65,14 +62,14 @@ class EvaluationRun:
                 self.store.open(self._setting())
                 self.handlers = open_log(self.folder / "out.log")
                 left = [self.store.missing()]
-                self._describe(len(left[0]), remarks)
+                self._describe(len(left[0]))
         if world.rank == 0 and writer and len(left[0]) == len(data):
             with self.store.writing():
-                writer.prepare(models)
+                writer.prepare(self.models)
         dist.broadcast_object_list(left)
         self.left = left[0]
         self.judge = Judge(data, self.store, writer)
-        self.requests = StopRequests(None, None, config.longest_wait)
+        self.requests = StopRequests(None, None, self.config.longest_wait)
 
     def __enter__(self) -> "EvaluationRun":
         return self
@@ -116,17 +113,10 @@ class EvaluationRun:
                 logging.info("Stopped by a signal: the same command goes on from here")
             raise Ended(STOPPED)
 
-    def _compare_checkpoints(self) -> None:
-        """Raise Refused where ranks found different ones: a training that goes on may have written one meanwhile."""
-        mine = self.settings.checkpoint
-        first = [mine]
-        dist.broadcast_object_list(first)
-        share_error(f"the newest checkpoint is {mine}, on rank 0 {first[0]}: name one" if mine != first[0] else None)
-
-    def _describe(self, left: int, remarks: list[str]) -> None:
+    def _describe(self, left: int) -> None:
         data, settings = self.data, self.settings
         there = len(data) - left
-        for remark in (*remarks, data.fields.warning):
+        for remark in (*self.remarks, data.fields.warning):
             if remark:
                 logging.info(remark)
         after = f", after {self.info['iteration']} iterations" if self.info else ""

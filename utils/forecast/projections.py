@@ -16,15 +16,11 @@ def find_projection(name: str) -> tuple[Any, Any]:
     try:
         from cartopy import crs
     except ImportError:
-        raise ValueError(
-            f"projection {name} needs cartopy, which is not installed: `pip install -r requirements-maps.txt`"
-        ) from None
+        raise ValueError(f"projection {name} needs cartopy: `pip install -r requirements-maps.txt`") from None
     try:
         projection = getattr(crs, name)()
         if not isinstance(projection, crs.Projection):
             raise TypeError
     except (AttributeError, TypeError):  # no class, or one that needs more than its name
-        raise ValueError(
-            f"projection {name!r} is no map of cartopy.crs: take PlateCarree, Robinson or Orthographic"
-        ) from None
+        raise ValueError(f"projection {name!r} is no map of cartopy.crs: take Robinson, Orthographic or such") from None
     return projection, crs.PlateCarree()

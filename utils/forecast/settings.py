@@ -23,9 +23,7 @@ class Evaluation:
 
     checkpoint: str | None = _flag(None, "folder of a run, or of one of its checkpoints, or a file of exported weights")
     best: bool = _flag(False, "of a run the checkpoint with the lowest validation loss, not the newest")
-    weights: str = _flag(
-        "all", "weights to forecast with: raw, their moving average, or each", choices=("all", "raw", "ema")
-    )
+    weights: str = _flag("all", "weights to forecast with; ema: their average", choices=("all", "raw", "ema"))
     out: str | None = _flag(None, "folder of the results: evaluation/ in the run's folder, or beside the weights")
     lead_hours: float = _flag(120.0, "longest lead time", at_least=0)
     stride: int = _flag(1, "forecasts begin at every so-many-th time that has all of its truth", at_least=1)
@@ -67,9 +65,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
     else:
         for name in ("config", "yaml_config"):
             if name in given or (name == "yaml_config" and yaml_config):
-                raise ValueError(
-                    f"{name} is for exported weights: {source} knows how it was trained; leave --{name} out"
-                )
+                raise ValueError(f"{name} is for exported weights: {source} knows its training; leave --{name} out")
         source, info = choose(source, evaluation.best)
         config = Config(**{name: cast(FIELDS[name], value) for name, value in info["config"].items() if name in FIELDS})
     config = replace(config, **{name: FIELDS[name].default for name in affecting("machine") + affecting("loop")})

@@ -115,17 +115,12 @@ def summarise(kept: Iterable[np.ndarray], forecasts: int, block: int) -> dict[st
     means = {name: total / forecasts for name, total in sums.items()}
     means["rmse"] = np.sqrt(means["rmse"])
     means["rmse_over_persistence"] = means["rmse"] / means["rmse"][:, :, :1]
-    found = {name: _with_interval(values) for name, values in means.items()}
+    tail = (1 - INTERVAL) / 2
+    found = {name: np.stack([x[0], *np.quantile(x[1:], [tail, 1 - tail], axis=0)]) for name, x in means.items()}
     if forecasts < 3 * block:
         for values in found.values():
             values[1:] = np.nan
     return found
-
-
-def _with_interval(values: np.ndarray) -> np.ndarray:
-    """Return the first of [1 + R, ...], and the bounds between which the middle 95% of the others lie."""
-    tail = (1 - INTERVAL) / 2
-    return np.stack([values[0], *np.quantile(values[1:], [tail, 1 - tail], axis=0)])
 
 
 def zonal_spectrum(field: Tensor, weights: Tensor) -> Tensor:

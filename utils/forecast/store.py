@@ -71,9 +71,7 @@ class ForecastStore:
             yield
         except OSError as error:
             reason = error.strerror or error
-            raise WriteError(
-                f"cannot write to {self.folder} ({reason}): make room, and give the same command again; it goes on"
-            ) from None
+            raise WriteError(f"cannot write to {self.folder} ({reason}): make room; the same command goes on") from None
 
     def missing(self) -> list[int]:
         """Return the forecasts that are not there."""

@@ -160,9 +160,7 @@ def open_writer(kind: str, folder: Path, data: ForecastData, checkpoint: str) ->
         for library in ("xarray", "zarr" if kind == "zarr" else "netCDF4"):
             importlib.import_module(library)
     except ImportError as error:
-        raise ValueError(
-            f"forecasts {kind} needs {error.name}, which is not installed: `pip install -r requirements-prepare.txt`"
-        ) from None
+        raise ValueError(f"forecasts {kind} needs {error.name}: `pip install -r requirements-prepare.txt`") from None
     if not data.fields.has_time:
         raise ValueError(f"forecasts {kind} needs dates, and {data.config.inf_data_path} stores no time: leave it out")
     return (NetcdfWriter if kind == "netcdf" else ZarrWriter)(folder, data, checkpoint)

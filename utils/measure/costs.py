@@ -41,14 +41,7 @@ class RunCosts:
         logger: on rank 0, what writes the run's files.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        model: nn.Module,
-        layers: list[Layer],
-        iteration: int,
-        logger: Any | None,
-    ):
+    def __init__(self, job: Job, model: nn.Module, layers: list[Layer], iteration: int, logger: Any | None):
         self.job, self.layers, self.logger = job, layers, logger
         self.folder = logger and logger.folder / "report"
         if logger:

@@ -1,5 +1,6 @@
 """What a rank's memory holds: weights, gradients, optimiser, activations."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,28 +10,25 @@ from utils.device import cached_gb, memory_gb, peak_memory_gb
 from utils.ema import MovingAverage
 
 
+@dataclass(eq=False)
 class MemoryWatch:
     """Looks at the memory in use before and after a training step's first forward pass, when told to look again.
 
     Inside a captured graph nobody can look: the figures stay those of the step before.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        average: MovingAverage | None = None,
-    ):
-        self.model, self.optimizer, self.device, self.average = model, optimizer, device, average
-        self.before_forward = self.after_forward = 0.0
-        self.activations: float | None = None
-        self.looks = False
-        model.register_forward_pre_hook(self._before)
-        model.register_forward_hook(self._after)
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    average: MovingAverage | None
+    looks: bool = False  # true: again
+    before_forward: float = 0.0
+    after_forward: float = 0.0
+    activations: float | None = None
 
-    def look_again(self) -> None:
-        self.looks = True
+    def __post_init__(self):
+        self.model.register_forward_pre_hook(self._before)
+        self.model.register_forward_hook(self._after)
 
     def _before(self, *_: Any) -> None:
         if self.looks and torch.is_grad_enabled():
@@ -59,9 +57,7 @@ class MemoryWatch:
         return parts | {"activations": max(memory_gb(self.device) - sum(parts.values()), 0.0)}
 
     def _lasting(self) -> dict[str, float]:
-        return {
-            name: sum(t.numel() * t.element_size() for t in tensors) / 2**30 for name, tensors in self.tensors().items()
-        }
+        return {name: sum(t.nbytes for t in tensors) / 2**30 for name, tensors in self.tensors().items()}
 
     def parts(self) -> dict[str, float]:
         """Return the memory of each part in GiB; on a CPU, activations and peak are what the process grew to.

@@ -49,16 +49,14 @@ class StepProfile:
     blocks: list[Block]
 
 
+@dataclass(eq=False)
 class StepProfiler:
-    """Profiles one step. The trace stays as a file that Perfetto opens, if there is a path for it.
+    """Profiles one step. The trace stays as a file that Perfetto opens, if there is a path for it."""
 
-    Args:
-        known: gives the tensors that live longer than a step, by part: `weights`, `gradients` and so on.
-    """
-
-    def __init__(self, device: torch.device, known: Callable[[], dict[str, Iterable[Tensor]]], path: Path | None):
-        self.device, self.known, self.path = device, known, path
-        self.profiler: profile | None = None
+    device: torch.device
+    known: Callable[[], dict[str, Iterable[Tensor]]]  # gives the tensors that live longer than a step, by part
+    path: Path | None
+    profiler: profile | None = None
 
     @property
     def is_on(self) -> bool:

@@ -38,11 +38,7 @@ class TimeReport:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        iteration: int,
-        write: Callable[[dict[str, Any]], None] | None,
+        self, model: nn.Module, device: torch.device, iteration: int, write: Callable[[dict[str, Any]], None] | None
     ):
         self.clock, self.write, self.iteration = timeline.start_timeline(device, model), write, iteration
         self.records: list[dict[str, Any]] = []

@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,33 +16,29 @@ from utils.measure.memory_timeline import memory_blocks, memory_moments, storage
 from utils.measure.step_profile import activities
 
 
+@dataclass(eq=False)
 class TorchProfile:
     """Counts the steps of a process, and records those that `--profile_steps` names.
 
     For each rank that records, the folder gets `rank<r>.<time>.pt.trace.json.gz` (for TensorBoard's profiler plugin,
     Perfetto and Holistic Trace Analysis), `rank<r>_memory.png` and `.csv` (bytes of each part over time), and on a GPU
     `rank<r>_memory.pickle`, which https://pytorch.org/memory_viz draws.
-
-    Args:
-        steps: to wait, to warm the profiler up, and to record.
-        known: gives the tensors that live longer than a step, by part.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        device: torch.device,
-        steps: tuple[int, int, int],
-        known: Callable[[], dict[str, Iterable[Tensor]]],
-    ):
-        self.folder, self.rank, self.device, self.known = folder, rank, device, known
-        folder.mkdir(exist_ok=True)
-        wait, warmup, active = steps
-        self.begin, self.end, self.done = wait + warmup, sum(steps), 0
+    folder: Path
+    rank: int
+    device: torch.device
+    steps: tuple[int, int, int]  # to wait, to warm the profiler up, and to record
+    known: Callable[[], dict[str, Iterable[Tensor]]]  # gives the tensors that live longer than a step, by part
+    done: int = 0
+
+    def __post_init__(self):
+        self.folder.mkdir(exist_ok=True)
+        wait, warmup, active = self.steps
+        self.begin, self.end = wait + warmup, sum(self.steps)
         self.before: dict = {}
         self.profiler: profile | None = profile(
-            activities=activities(device),
+            activities=activities(self.device),
             schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=True,

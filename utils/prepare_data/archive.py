@@ -214,9 +214,7 @@ def _common_times(channels: tuple[Channel, ...], allow_gaps: bool) -> np.ndarray
         if not np.array_equal(times, others):
             lone = np.setxor1d(times, others)[0]
             has, lacks = (channels[0], channel) if lone in times else (channel, channels[0])
-            raise ValueError(
-                f"{has.name} has the time {date(lone)}, and {lacks.name} has not: give the same times of all channels"
-            )
+            raise ValueError(f"{has.name} has {date(lone)}, and {lacks.name} has not: give all channels the same times")
     if len(times) < 2:
         raise ValueError(f"the files hold {len(times)} time: give two or more")
     steps = np.diff(times)

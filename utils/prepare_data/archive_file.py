@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from utils.errors import first_line
+
 if TYPE_CHECKING:
     import xarray
 
@@ -52,7 +54,7 @@ class Piece:
         try:
             values = part.values
         except Exception as error:  # each engine has its own kinds
-            raise ValueError(f"{self.path} cannot be read ({_first_line(error)}): copy it again") from None
+            raise ValueError(f"{self.path} cannot be read ({first_line(error)}): copy it again") from None
         axes = [axis for axis in (self.time_axis, "level", "latitude", "longitude") if axis in part.dims]
         values = values.transpose([part.dims.index(axis) for axis in axes])
         values = values.reshape(-1, len(levels), *values.shape[-2:])
@@ -78,9 +80,7 @@ def pieces_in(path: str, useless: dict[str, str]) -> Iterator[tuple[tuple[str, f
             if variable in bounds or values.ndim < 2:
                 continue
             if not {"latitude", "longitude"} <= set(values.dims):
-                useless[name] = (
-                    f"{path}: {name} has the axes {', '.join(values.dims)}, no latitude and longitude: {REGRID}"
-                )
+                useless[name] = f"{path}: {name} has axes {', '.join(values.dims)}, no latitude and longitude: {REGRID}"
                 continue
             times, time_axis = _times(path, values)
             if times is None or not len(times):
@@ -143,9 +143,7 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
     try:
         import xarray
     except ImportError:
-        raise ValueError(
-            "reading archives needs xarray, which is not installed: `pip install -r requirements-prepare.txt`"
-        ) from None
+        raise ValueError("reading archives needs xarray: `pip install -r requirements-prepare.txt`") from None
     if not Path(path).exists():
         raise ValueError(f"no file {path!r}: {'copy it here first' if '://' in path else 'check the path'}")
     try:
@@ -158,11 +156,7 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
             return [xarray.open_zarr(path, chunks=None)]
         return [xarray.open_dataset(path)]
     except Exception as error:  # each engine has its own kinds
-        raise ValueError(f"cannot read {path} as NetCDF, Zarr or GRIB ({_first_line(error)}): check the file") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot read {path} as NetCDF, Zarr or GRIB ({first_line(error)}): check the file") from None
 
 
 def _axis_names(dataset: "xarray.Dataset") -> dict[str, str]:

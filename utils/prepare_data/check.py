@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.data.files import Files
+from utils.data.files import Files, filters, load_stats
 from utils.data.frames import FrameReader
 from utils.errors import ReadError
 
@@ -111,15 +111,11 @@ def _check_statistics(
     for name, legal in expected.items():
         path = folder / f"{name}.npy"
         try:
-            values = np.load(path)
-        except (OSError, ValueError, EOFError) as error:
-            faults.append(f"cannot read {path} ({type(error).__name__})")
+            values = load_stats(str(path), [legal], f"{name}_path")
+        except ValueError as error:
+            faults.append(str(error))
             continue
-        if values.shape != legal:
-            faults.append(f"{path} has the shape {list(values.shape)}, not {list(legal)}")
-        elif not np.isfinite(values).all():
-            faults.append(f"{path} holds values that are not finite")
-        elif truth.get(name) is not None:
+        if truth.get(name) is not None:
             off = np.abs(values.reshape(C) - truth[name]) / np.maximum(stds, 1e-30)
             if off.max() > 0.01:
                 c = int(off.argmax())
@@ -135,8 +131,5 @@ def _layout(path: str) -> str:
         fields = file["fields"]
         if fields.chunks is None:
             return "contiguous"
-        filters = [
-            fields.id.get_create_plist().get_filter(i)[3] for i in range(fields.id.get_create_plist().get_nfilters())
-        ]
-        names = ", ".join(name.decode().split(";")[0] for name in filters)
+        names = ", ".join(name.split(";")[0] for _, name in filters(fields))
         return f"chunks of {' x '.join(map(str, fields.chunks))}{', ' * bool(names)}{names}"

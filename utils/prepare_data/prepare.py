@@ -17,6 +17,8 @@ It reads through xarray: `pip install -r requirements-prepare.txt`.
 
 import argparse
 import sys
+from collections import Counter
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -33,76 +35,105 @@ MEMORY_GB = 1.0
 LARGEST = 1e30  # beyond it lie fill values
 
 
-def prepare(
-    inputs: list[str],
-    out: str | Path,
-    channels: list[str] | None = None,
-    valid_from: str | None = None,
-    test_from: str | None = None,
-    fill: dict[str, float] | None = None,
-    allow_gaps: bool = False,
-    dtype: str = "float32",
-    layout: str = "contiguous",
-    memory_gb: float = MEMORY_GB,
-    overwrite: bool = False,
-) -> str:
-    """Write a data set, and return a phrase on what was written.
-
-    Args:
-        inputs: files of the archive, in any order.
-        channels: see utils.prepare_data.archive.find; all that the files hold by default.
-        valid_from, test_from: dates from which on the data are for validation, and for tests.
-        fill: values that take the place of missing ones, by channel. Elsewhere missing values are refused.
-        memory_gb: size of a block; all levels of one variable of it lie in memory once or twice more.
+@dataclass(eq=False)
+class Preparation:
+    """A data set to be made of an archive; each option is a flag.
 
     Raises ValueError, in one line with the remedy, for what is wrong with the archive (see Archive.open), missing
     values, values that float16 cannot hold, and a folder that exists or cannot be written.
     """
-    out, fill = Path(out), fill or {}
-    check_new(out, overwrite)
-    archive = Archive.open(inputs, channels, allow_gaps)
-    names = [channel.name for channel in archive.channels]
-    for name in fill:
-        if name not in names:
-            raise ValueError(f"--fill names {name!r}, which is no channel: they are {', '.join(names)}")
-    files = split(archive.times, valid_from, test_from)
-    shape = (len(names), len(archive.latitude), len(archive.longitude))
-    frame = int(np.prod(shape)) * 4
-    steps = _block(archive, min(memory_gb * 1e9 // frame, len(archive.times)), frame)
-    size = len(archive.times) * frame * np.dtype(dtype).itemsize // 4
-    request = [[(path, *_age(Path(path))) for path in inputs]]
-    request += [channels, valid_from, test_from, fill, allow_gaps, dtype, layout]
-    missing, step = dict.fromkeys(names, 0), np.diff(archive.times)
-    gap = np.append(False, step > step.min())  # between a time step and the one before
-    size = 0 if layout == "gzip" else size
-    with hidden(out, overwrite, size, "fewer files or channels", request) as scratch:
+
+    inputs: list[str]  # files of the archive, in any order
+    out: str
+    channels: list[str] | None  # see utils.prepare_data.archive.find; None for all that the files hold
+    valid_from: str | None  # from this date on the data are for validation
+    test_from: str | None  # and from this one for tests
+    fill: dict[str, float]  # what takes the place of missing values, by channel; elsewhere they are refused
+    allow_gaps: bool
+    dtype: str
+    layout: str
+    memory_gb: float  # size of a block; all levels of one variable of it lie in memory once or twice more
+    overwrite: bool
+
+    def __post_init__(self):
+        check_new(Path(self.out), self.overwrite)
+        archive = self.archive = Archive.open(self.inputs, self.channels, self.allow_gaps)
+        self.names = [channel.name for channel in archive.channels]
+        for name in self.fill:
+            if name not in self.names:
+                raise ValueError(f"--fill names {name!r}, which is no channel: they are {', '.join(self.names)}")
+        self.files = split(archive.times, self.valid_from, self.test_from)
+        self.shape = (len(self.names), len(archive.latitude), len(archive.longitude))
+        self.missing = dict.fromkeys(self.names, 0)
+
+    def write(self) -> str:
+        """Write the data set, and return a phrase on what was written."""
+        archive, times = self.archive, self.archive.times
+        frame = int(np.prod(self.shape)) * 4
+        steps = _block(archive, min(self.memory_gb * 1e9 // frame, len(times)), frame)
+        size = 0 if self.layout == "gzip" else len(times) * frame * np.dtype(self.dtype).itemsize // 4
+        request = [[(path, *_age(Path(path))) for path in self.inputs], self.channels, self.valid_from, self.test_from]
+        request += [self.fill, self.allow_gaps, self.dtype, self.layout]
         units = [channel.units for channel in archive.channels]
-        writer = DatasetWriter(scratch.new, names, units, archive.latitude, archive.longitude, dtype, layout)
-        done = scratch.resume(writer, missing)
-        with writer, tqdm(total=len(archive.times), desc="time steps", disable=None) as progress:
-            for name, start, stop in files:
-                if name in done:
-                    progress.update(stop - start)
-                    continue
-                writer.add_file(name, archive.times[start:stop])
-                for first in range(start, stop, steps):
-                    last = min(first + steps, stop)
-                    block = _read(archive, first, last, fill, missing, dtype)
-                    for t, values in zip(range(first, last), block):
-                        writer.write(name, t - start, torch.from_numpy(values), gap=bool(gap[t]))
-                        progress.update()
-                writer.close(name)
-                done.append(name)
-                scratch.save(writer, done, missing)
-    kinds = {name.split("/")[0]: 0 for name, *_ in files}
-    for name, start, stop in files:
-        kinds[name.split("/")[0]] += stop - start
-    parts = ", ".join(f"{count:,} in {kind}" for kind, count in kinds.items())
-    filled = ", ".join(f"{count:,} of {name}" for name, count in missing.items() if count)
-    return (
-        f"{len(archive.times):,} time steps of {' x '.join(map(str, shape))} {dtype} to {out} ({parts}); "
-        f"missing values: {f'{filled}, filled' if filled else 'none'}; channels: {' '.join(names)}"
-    )
+        with hidden(Path(self.out), self.overwrite, size, "fewer files or channels", request) as scratch:
+            axes = archive.latitude, archive.longitude
+            writer = DatasetWriter(scratch.new, self.names, units, *axes, self.dtype, self.layout)
+            done = scratch.resume(writer, self.missing)
+            with writer, tqdm(total=len(times), desc="time steps", disable=None) as progress:
+                for name, start, stop in self.files:
+                    if name in done:
+                        progress.update(stop - start)
+                        continue
+                    writer.add_file(name, times[start:stop])
+                    for first in range(start, stop, steps):
+                        self._write_block(writer, name, start, first, min(first + steps, stop))
+                        progress.update(min(steps, stop - first))
+                    writer.close(name)
+                    done.append(name)
+                    scratch.save(writer, done, self.missing)
+        kinds: Counter = Counter()
+        for name, start, stop in self.files:
+            kinds[name.split("/")[0]] += stop - start
+        parts = ", ".join(f"{count:,} in {kind}" for kind, count in kinds.items())
+        filled = ", ".join(f"{count:,} of {name}" for name, count in self.missing.items() if count)
+        return (
+            f"{len(times):,} time steps of {' x '.join(map(str, self.shape))} {self.dtype} to {self.out} ({parts}); "
+            f"missing values: {f'{filled}, filled' if filled else 'none'}; channels: {' '.join(self.names)}"
+        )
+
+    def _write_block(self, writer: DatasetWriter, name: str, start: int, first: int, last: int) -> None:
+        """Write steps `first` to `last` of a file that begins with step `start`."""
+        steps = np.diff(self.archive.times)
+        for t, values in zip(range(first, last), self._read(first, last)):
+            is_after_gap = t > 0 and steps[t - 1] > steps.min()
+            writer.write(name, t - start, torch.from_numpy(values), gap=bool(is_after_gap))
+
+    def _read(self, first: int, last: int) -> np.ndarray:
+        """Return a block [T, C, H, W]; count and fill missing values. Raises ValueError for those that may not be."""
+        archive, dtype = self.archive, self.dtype
+        block = np.empty((last - first, *self.shape), dtype)
+        for c, values in archive.read(first, last):
+            name = self.names[c]
+            bad = ~(np.abs(values) < LARGEST)  # NaN, infinity, and the huge number that some archives fill with
+            count = int(bad.sum())
+            if count and name not in self.fill:
+                t, y, x = np.unravel_index(bad.argmax(), bad.shape)
+                where = f"{date(archive.times[first + t])}, {archive.latitude[y]:g}N {archive.longitude[x]:g}E"
+                raise ValueError(
+                    f"{name} has {count:,} missing or infinite values in a block of {last - first} steps, the first at "
+                    f"{where}: leave the channel out, or give --fill {name}=VALUE"
+                )
+            if count:
+                self.missing[name] += count
+                values = np.where(bad, self.fill[name], values)
+            with np.errstate(over="ignore"):
+                block[:, c] = values
+            if dtype == "float16" and not np.isfinite(block[:, c]).all():
+                largest = np.abs(values).max()
+                raise ValueError(f"{name} reaches {largest:.6g}, and float16 ends at 65504: take --dtype float32")
+            if dtype == "float16" and np.count_nonzero(block[:, c]) < np.count_nonzero(values):
+                raise ValueError(f"{name} has values below 6e-8, which float16 turns into 0: take --dtype float32")
+        return block
 
 
 def split(times: np.ndarray, valid_from: str | None, test_from: str | None) -> list[tuple[str, int, int]]:
@@ -149,41 +180,15 @@ def _age(path: Path) -> tuple[int, int]:
     return path.stat().st_size, max(folder.stat().st_mtime_ns for folder in below)
 
 
-def _read(archive: Archive, first: int, last: int, fill: dict, missing: dict, dtype: str) -> np.ndarray:
-    """Return a block [T, C, H, W]; count and fill missing values. Raises ValueError for those that may not be."""
-    H, W = len(archive.latitude), len(archive.longitude)
-    block = np.empty((last - first, len(archive.channels), H, W), dtype)
-    for c, values in archive.read(first, last):
-        name = archive.channels[c].name
-        bad = ~(np.abs(values) < LARGEST)  # NaN, infinity, and the huge number that some archives fill with
-        count = int(bad.sum())
-        if count and name not in fill:
-            t, y, x = np.unravel_index(bad.argmax(), bad.shape)
-            where = f"{date(archive.times[first + t])}, {archive.latitude[y]:g}N {archive.longitude[x]:g}E"
-            raise ValueError(
-                f"{name} has {count:,} missing or infinite values in a block of {last - first} steps, the first at "
-                f"{where}: leave the channel out, or give --fill {name}=VALUE"
-            )
-        if count:
-            missing[name] += count
-            values = np.where(bad, fill[name], values)
-        with np.errstate(over="ignore"):
-            block[:, c] = values
-        if dtype == "float16" and not np.isfinite(block[:, c]).all():
-            largest = np.abs(values).max()
-            raise ValueError(f"{name} reaches {largest:.6g}, and float16 ends at 65504: take --dtype float32")
-        if dtype == "float16" and np.count_nonzero(block[:, c]) < np.count_nonzero(values):
-            raise ValueError(f"{name} has values below 6e-8, which float16 turns into 0: take --dtype float32")
-    return block
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns its exit code: 0, 1 where a check found faults, or 2 after a line on what is wrong."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == ["check"]:
-            return _main_check(argv[1:])
-        written = prepare(**_arguments(argv))
+            parser = argparse.ArgumentParser(prog="python -m utils.prepare_data check", allow_abbrev=False)
+            parser.add_argument("folder", help="a data set, or one folder of *.h5 files")
+            return check(parser.parse_args(argv[1:]).folder)
+        written = Preparation(**_arguments(argv)).write()
     except (ValueError, OSError, MemoryError) as error:
         reason = "memory ran out: lower --memory_gb" if isinstance(error, MemoryError) else error
         kept = "" if isinstance(error, ValueError) else "; the same command goes on after the last complete file"
@@ -196,12 +201,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _main_check(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m utils.prepare_data check", allow_abbrev=False)
-    parser.add_argument("folder", help="a data set, or one folder of *.h5 files")
-    return check(parser.parse_args(argv).folder)
-
-
 def _arguments(argv: list[str]) -> dict:
     parser = argparse.ArgumentParser(
         prog="python -m utils.prepare_data",
@@ -210,14 +209,10 @@ def _arguments(argv: list[str]) -> dict:
     )
     parser.add_argument("inputs", nargs="+", help="NetCDF or GRIB files, Zarr folders; each holds what it likes")
     parser.add_argument("--out", required=True, help="folder to create")
-    parser.add_argument(
-        "--channels", nargs="+", metavar="NAME[=VARIABLE[@LEVEL]]", help="what to take, in this order (all there is)"
-    )
+    parser.add_argument("--channels", nargs="+", metavar="NAME[=VARIABLE[@LEVEL]]", help="what to take, in this order")
     parser.add_argument("--valid_from", metavar="DATE", help="the data from this date on are for validation")
     parser.add_argument("--test_from", metavar="DATE", help="those from this date on are for tests")
-    parser.add_argument(
-        "--fill", nargs="+", default=[], metavar="NAME=VALUE", help="value for missing ones, by channel"
-    )
+    parser.add_argument("--fill", nargs="+", default=[], metavar="NAME=VALUE", help="value for missing ones")
     parser.add_argument("--allow_gaps", action="store_true", help="times may be missing; no sample will span a gap")
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="(float32)")
     parser.add_argument("--layout", choices=LAYOUTS, default="contiguous", help="HDF5 storage (contiguous: fastest)")

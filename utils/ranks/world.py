@@ -45,9 +45,7 @@ def find_world(env: Mapping[str, str]) -> World:
         try:
             return kind(env[name])
         except KeyError:
-            raise Refused(
-                f"{name} is not set, but {launcher} is: set {needs}, or unset them all to run one process"
-            ) from None
+            raise Refused(f"{name} is not set, but {launcher} is: set {needs}, or unset all for one process") from None
         except ValueError:
             raise Refused(f"{name} is {env[name]!r}: it takes a whole number") from None
 
@@ -61,9 +59,7 @@ def find_world(env: Mapping[str, str]) -> World:
         world = World(*ranks, read("MASTER_ADDR", str), read("MASTER_PORT"))
     elif on_mpi:
         launcher = "OMPI_COMM_WORLD_RANK" if "OMPI_COMM_WORLD_RANK" in env else "OMPI_COMM_WORLD_SIZE"
-        needs = (
-            "OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK and, on several nodes, MASTER_ADDR"
-        )
+        needs = "OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and, on several nodes, MASTER_ADDR"
         rank, size, local = (read(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK"))
         one_node = size == int(env.get("OMPI_COMM_WORLD_LOCAL_SIZE", 0))
         address = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else read("MASTER_ADDR", str))
@@ -79,7 +75,5 @@ def find_world(env: Mapping[str, str]) -> World:
     else:
         world = World()
     if not 0 <= world.rank < world.size:
-        raise Refused(
-            f"rank {world.rank} is not below the number of ranks, {world.size}: check the launcher's variables"
-        )
+        raise Refused(f"rank {world.rank} is not below the number of ranks {world.size}: check the environment")
     return world

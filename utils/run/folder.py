@@ -67,9 +67,7 @@ def make_run_folder(config: Config, name: str) -> Path:
             rename_aside(path)
         (path / "logs").mkdir(parents=True)
     except OSError as error:
-        raise ValueError(
-            f"cannot write the run folder {path} ({error.strerror}): choose another --expdir, or --run_num"
-        ) from None
+        raise ValueError(f"cannot write {path} ({error.strerror}): choose another --expdir, or --run_num") from None
     return path
 
 
@@ -110,7 +108,9 @@ def _find(config: Config) -> RunFolder | None:
         return own
     if config.resume == "none":
         return None
-    return _find_newest(config) if config.resume == "auto" else _find_at(Path(config.resume))
+    if config.resume != "auto":
+        return _find_at(Path(config.resume))
+    return _newest(path for path in Path(config.expdir, config.config).glob("*/*") if path.name == config.run_num)
 
 
 def _find_own(config: Config) -> RunFolder | None:
@@ -126,12 +126,8 @@ def _find_own(config: Config) -> RunFolder | None:
     return _newest(path for path in folders if _job() in _holder(path))
 
 
-def _find_newest(config: Config) -> RunFolder | None:
-    """Return the run with the newest checkpoint, of those with this name on any number of ranks."""
-    return _newest(path for path in Path(config.expdir, config.config).glob("*/*") if path.name == config.run_num)
-
-
 def _newest(folders: Iterable[Path]) -> RunFolder | None:
+    """Return the run with the newest checkpoint."""
     runs = [run for run in map(_read_run, folders) if run.checkpoints]
     return max(runs, key=lambda run: run.checkpoints[0][0].stat().st_mtime, default=None)
 

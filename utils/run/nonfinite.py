@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from utils.config.settings import Config
@@ -13,19 +14,18 @@ from utils.ranks.agree import first_message, share_error
 SKIPS_ALLOWED = 30  # in a row: fp16's scale, at first 2^16, is used up by then
 
 
+@dataclass(eq=False)
 class NonfiniteGuard(Observer):
     """Ends a run on every rank where training broke down, with the broken file or the likely cause.
 
     It goes on where the step was skipped: in fp16 after an overflow, else with `on_nonfinite skip`. All ranks call the
     same methods with the same numbers.
-
-    Args:
-        log: called with lines for the log.
     """
 
-    def __init__(self, config: Config, data: WeatherData, log: Callable[..., None]):
-        self.config, self.data, self.log = config, data, log
-        self.skipped = 0  # steps in a row
+    config: Config
+    data: WeatherData
+    log: Callable[..., None]  # called with lines for the log
+    skipped: int = 0  # steps in a row
 
     def step_is_known(self, record: dict[str, Any]) -> None:
         """Look at an iteration's loss and gradient norm. Raises Refused where the run cannot go on."""

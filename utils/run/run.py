@@ -134,7 +134,7 @@ class Run:
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of one epoch, or of what is left of it; then tell of its speed and loss."""
         loader, epoch, left = self.job.data.train_loader, self.epochs, self.left
-        self.memory.look_again()
+        self.memory.looks = True
         clock, aside = EpochClock(), self._aside()
         bar = tqdm(total=left, desc=f"epoch {epoch + 1}", leave=False, disable=None if self.logger else True)
         with bar, profiler_window(epoch + 1, self.job.world.rank):

@@ -15,6 +15,8 @@ are complex [..., M, L] for order m >= 0 and degree l >= m, both up to the trunc
 Latitude enters as mu = sin(latitude). SI units: m, s, psi in m2 s-1, q in s-1.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -84,6 +86,7 @@ class SphericalHarmonics:
         return torch.view_as_complex(projected.contiguous())
 
 
+@dataclass(eq=False)
 class TwoLayerQG:
     """The model: `initial_state`, then `step` as often as wanted, and `fields` to look at the state.
 
@@ -91,17 +94,16 @@ class TwoLayerQG:
     `math.inf` switches one off. `time_step` is in seconds.
     """
 
-    def __init__(
-        self,
-        truncation: int = 31,
-        time_step: float = 2700.0,
-        relaxation_days: float = 20.0,
-        drag_days: float = 4.0,
-        hyperdiffusion_days: float = 0.25,
-        dtype: torch.dtype = torch.float32,
-    ):
-        self.time_step, self.truncation, self.dtype = time_step, truncation, dtype
-        self.relaxation_rate, self.drag_rate = 1 / (relaxation_days * DAY), 1 / (drag_days * DAY)
+    truncation: int = 31
+    time_step: float = 2700.0
+    relaxation_days: float = 20.0
+    drag_days: float = 4.0
+    hyperdiffusion_days: float = 0.25
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        truncation, time_step, dtype = self.truncation, self.time_step, self.dtype
+        self.relaxation_rate, self.drag_rate = 1 / (self.relaxation_days * DAY), 1 / (self.drag_days * DAY)
         # Enough points that products of two fields alias nothing back into the truncation (Orszag's 3/2 rule).
         latitudes = 2 * ((3 * truncation + 8) // 4)
         mu, weights = np.polynomial.legendre.leggauss(latitudes)
@@ -117,7 +119,7 @@ class TwoLayerQG:
         self.invert_difference = (1 / (laplacian - 2 * self.coupling)).to(dtype)
         self.d_longitude = 1j * torch.arange(truncation + 1, dtype=dtype)[:, None]  # [M, 1]
         # lap^4 (eighth order), scaled to act on the smallest waves within `hyperdiffusion_days`; integrated exactly.
-        damping = (laplacian / laplacian[-1]) ** 4 / (hyperdiffusion_days * DAY)
+        damping = (laplacian / laplacian[-1]) ** 4 / (self.hyperdiffusion_days * DAY)
         self.hyperdiffusion = torch.exp(-time_step * damping).to(dtype)
         self.equilibrium = self._equilibrium_shear(mu, weights)
 

@@ -56,9 +56,7 @@ def write_qg(
     _check_at_least(trajectories=(trajectories, 2), samples=(samples, 2), spinup_days=(spinup_days, 0), seed=(seed, 0))
     _check_at_least(height=(height, 8), width=(width, 8))
     if height % 2:
-        raise ValueError(
-            f"--height is {height}: the QG model's rows come in pairs, north and south; give an even number"
-        )
+        raise ValueError(f"--height is {height}: rows come in pairs, north and south; give an even number")
     latitude = 90 - 180 * (np.arange(height) + 0.5) / height
     longitude = 360 * np.arange(width) / width
     shape = (len(CHANNELS), height, width)
@@ -193,9 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--height", type=int, help="latitudes, an even number (64)")
     parser.add_argument("--width", type=int, help="longitudes (128)")
     parser.add_argument("--seed", type=int, help="another seed, other weather (0)")
-    parser.add_argument(
-        "--layout", choices=LAYOUTS, help="HDF5 storage; a chunk is one channel of one frame (contiguous)"
-    )
+    parser.add_argument("--layout", choices=LAYOUTS, help="HDF5 storage; a chunk: a channel of a frame (contiguous)")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("C", "H", "W"), help="drifting patterns, not weather")
     parser.add_argument("--dtype", choices=("float32", "float16"), help="only with --shape (float32)")

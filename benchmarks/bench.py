@@ -104,14 +104,10 @@ class Bench:
         hook.remove()
         parameters = list(self.model.parameters())
         moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-        weights, optimizer = _bytes(parameters), _bytes(moments)
-        return {
-            "weights": weights,
-            "gradients": _bytes(p.grad for p in parameters),
-            "optimizer": optimizer,
-            "activations": after_forward[0],
-            "peak": weights + optimizer + _bytes(self.batch) + live.peak,
-        }
+        found = {"weights": _bytes(parameters), "optimizer": _bytes(moments)}
+        peak = sum(found.values()) + _bytes(self.batch) + live.peak
+        gradients = _bytes(p.grad for p in parameters)
+        return found | {"gradients": gradients, "activations": after_forward[0], "peak": peak}
 
     def kernels(self, count: int = 8) -> list[dict]:
         """Return the operations that take longest: name, share of the step's time on the device, calls a step."""

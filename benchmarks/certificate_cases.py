@@ -60,11 +60,7 @@ MODES = {
 SERIAL = {
     "float64": Mode(),
     "20 steps": Mode(("--num_iters", "20")),
-    "clipping": MODES["clipping"],
-    "4,050 tokens": MODES["4,050 tokens"],
-    "DropPath": MODES["DropPath"],
-    "bf16": MODES["bf16"],
-    "fp16": MODES["fp16"],
+    **{name: MODES[name] for name in ("clipping", "4,050 tokens", "DropPath", "bf16", "fp16")},
 }
 NAMED_IMAGE, FULL_IMAGE = "10 tokens", "4,050 tokens"  # the latter is a mode too: two steps, two samples
 

@@ -81,16 +81,13 @@ def trained(main: Callable, argv: list[str], world: World, overflows: bool) -> d
         events = read_events(kept.run.folder / "metrics.jsonl")
         steps = [event for event in events if event["event"] == "step"]
         last = [event for event in events if event["event"] == "epoch"][-1]
-        valid = [
-            last["valid_samples"],
-            last["valid_loss"],
-            *last["valid_rmse"].values(),
-            *last["valid_acc_timemean"].values(),
-        ]
+        valid = [last["valid_samples"], last["valid_loss"]]
+        for scores in ("valid_rmse", "valid_acc_timemean", "persistence_rmse"):
+            valid += last[scores].values()
         kept.found["records"] = {
             "loss": [s["loss"] for s in steps],
             "grad_norm": [s["grad_norm"] for s in steps],
-            "validation": valid + list(last["persistence_rmse"].values()),
+            "validation": valid,
         }
     return kept.found
 

@@ -115,16 +115,9 @@ class Block(nn.Module):
     """Attention and MLP, each normalised before and added after."""
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_ratio: int,
-        dropout: float,
-        drop_path: float,
-        kernel: str,
-        mlp_chunks: int = 1,
-        recompute_mlp: bool = False,
-    ):
+        self, dim: int, num_heads: int, mlp_ratio: int, dropout: float, drop_path: float, kernel: str,
+        mlp_chunks: int = 1, recompute_mlp: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = Attention(dim, num_heads, dropout, kernel)
@@ -160,23 +153,11 @@ class ViT(nn.Module):
     """
 
     def __init__(
-        self,
-        img_size: Sequence[int],
-        patch_size: int,
-        in_chans: int,
-        out_chans: int,
-        embed_dim: int,
-        depth: int,
-        num_heads: int,
-        mlp_ratio: int = 4,
-        dropout: float = 0.0,
-        drop_path: float = 0.0,
-        attention: str = "auto",
-        activation_checkpoint: str = "none",
-        mlp_chunks: int = 1,
-        residual: Sequence[int] | None = None,
-        residual_scale: Sequence[float] | None = None,
-    ):
+        self, img_size: Sequence[int], patch_size: int, in_chans: int, out_chans: int,
+        embed_dim: int, depth: int, num_heads: int, mlp_ratio: int = 4, dropout: float = 0.0, drop_path: float = 0.0,
+        attention: str = "auto", activation_checkpoint: str = "none", mlp_chunks: int = 1,
+        residual: Sequence[int] | None = None, residual_scale: Sequence[float] | None = None,
+    ):  # fmt: skip
         super().__init__()
         H, W = img_size
         if H % patch_size or W % patch_size:

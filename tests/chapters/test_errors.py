@@ -131,7 +131,7 @@ def divergence(folder):
     return ["--lr", "1e30", "--num_iters", "12"]
 
 
-@case("img_size asks for 20 rows", "holds 17", "at most 17")
+@case("img_size asks for 20 rows", "holds 17", "at most that")
 def image_larger_than_the_file(folder):
     return ["--img_size", "20", "32"]
 
@@ -202,7 +202,7 @@ def unknown_picture(folder):
     return ["--plot_channels", "t2m"]
 
 
-@case("channel_names has 2 names, but", "3 channels")
+@case("channel_names has 2 names, and", "3 channels: name them all")
 def too_few_names(folder):
     return ["--channel_names", "a", "b"]
 

@@ -214,7 +214,7 @@ def test_what_a_user_can_get_wrong(trained, tmp_path):
     assert "give the folder of a run" in refused([])
     assert "leave --config out" in refused(["--checkpoint", run, "--config", "tiny"])
     assert "did you mean '--lead_hours'" in refused(flags(trained, "--lead_hour", "6"))
-    assert "the model's step is 6 h: take a multiple of it" in refused(flags(trained, "--lead_hours", "15"))
+    assert "and a step 6 h: take a multiple of it" in refused(flags(trained, "--lead_hours", "15"))
     assert "take a multiple" in refused(flags(trained, "--lead_hours", "0"))
     few = refused(flags(trained, "--lead_hours", "120"))
     assert "no 21 steps in a row" in few and "lower --lead_hours" in few

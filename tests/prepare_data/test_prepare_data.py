@@ -260,7 +260,7 @@ def test_an_interrupted_run_goes_on(tmp_path, interrupted, monkeypatch, capsys, 
     else:
         code = (
             "import os, sys; from utils.prepare_data import prepare as prepare_data; read = prepare_data.Archive.read\n"
-            "prepare_data.Archive.read = lambda a, i, *more: os.kill(os.getpid(), 9) if i >= 1000 else read(a, i, *more)\n"
+            "prepare_data.Archive.read = lambda a, i, j: os.kill(os.getpid(), 9) if i >= 1000 else read(a, i, j)\n"
             "prepare_data.main(sys.argv[1:])"
         )
         command = [sys.executable, "-c", code, *interrupted]

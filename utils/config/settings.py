@@ -24,16 +24,10 @@ AFFECTS = {
 
 
 def key(
-    default: Any,
-    help: str,
-    affects: str,
-    choices: tuple | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    rule: Callable[[str, Any], Any] | None = None,
-    chapter: int = 1,
-    same_forecast: bool = False,
-):
+    default: Any, help: str, affects: str, choices: tuple | None = None,
+    at_least: float | None = None, at_most: float | None = None, rule: Callable[[str, Any], Any] | None = None,
+    chapter: int = 1, same_forecast: bool = False,
+):  # fmt: skip
     """A field.
 
     Args:

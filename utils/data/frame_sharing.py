@@ -32,10 +32,8 @@ class FrameSharing:
         """
         if chunk_rows is None:
             return False
-        are_different = len({shard.first for shard in self.shards if shard.count}) == sum(
-            shard.count > 0 for shard in self.shards
-        )
-        return chunk_rows > max(len(shard.rows) for shard in self.shards) or not are_different
+        first = [shard.first for shard in self.shards if shard.count]
+        return chunk_rows > max(len(shard.rows) for shard in self.shards) or len(set(first)) < len(first)
 
     def share(self, batch: int, index: int | None = None) -> slice:
         """Return the samples of a batch that a rank, by default this one, decodes."""

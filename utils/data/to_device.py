@@ -71,16 +71,9 @@ class Normaliser:
 
 def normalisers(fields: Fields, device: torch.device, compiled: bool) -> list[Normaliser]:
     """Return those of a model's inputs, and of its forecasts."""
-    return [
-        Normaliser(
-            *(
-                torch.tensor(x[used], device=device, dtype=torch.get_default_dtype()).view(1, -1, 1, 1)
-                for x in (fields.means, fields.stds)
-            ),
-            compiled,
-        )
-        for used in (fields.inputs, fields.outputs)
-    ]
+    kind = {"device": device, "dtype": torch.get_default_dtype()}
+    mean, std = (torch.tensor(x, **kind).view(1, -1, 1, 1) for x in (fields.means, fields.stds))
+    return [Normaliser(mean[:, used], std[:, used], compiled) for used in (fields.inputs, fields.outputs)]
 
 
 def normalise(x: Tensor, mean: Tensor, std: Tensor, out: Tensor | None = None) -> Tensor:

@@ -15,12 +15,7 @@ from utils.forecast.maps import Maps
 from utils.forecast.results import Results
 from utils.forecast.skill import INTERVAL
 
-COLOURS = {
-    "persistence": "tab:gray",
-    "climatology": "tab:green",
-    "model": "tab:blue",
-    "ema": "tab:orange",
-}
+COLOURS = {"persistence": "tab:gray", "climatology": "tab:green", "model": "tab:blue", "ema": "tab:orange"}
 LINES = {"ema": "--"} | dict.fromkeys(("persistence", "climatology", "model"), "-")
 
 
@@ -70,10 +65,7 @@ def skill_figure(data: ForecastData, c: int, sources: list[str], scores: dict) -
         one.set(xlabel="lead time [days]", xlim=(0, None))
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False)
-    figure.suptitle(
-        f"{data.fields.out_names[c]}: {data.period}; bands hold {INTERVAL:.0%}",
-        fontsize=10,
-    )
+    figure.suptitle(f"{data.fields.out_names[c]}: {data.period}; bands hold {INTERVAL:.0%}", fontsize=10)
     return figure
 
 
@@ -91,11 +83,8 @@ def spectra_figure(data: ForecastData, c: int, models: list[str], spectra: np.nd
     axes[0].loglog(wavenumbers, shown[-1, 0], color="black", label="truth")
     for s, name in enumerate(models, 1):
         for i, k in enumerate(steps):
-            style = {
-                "color": COLOURS[name],
-                "alpha": 0.35 + 0.65 * i / max(len(steps) - 1, 1),
-                "linestyle": LINES[name],
-            }
+            alpha = 0.35 + 0.65 * i / max(len(steps) - 1, 1)
+            style = {"color": COLOURS[name], "alpha": alpha, "linestyle": LINES[name]}
             axes[0].loglog(wavenumbers, shown[i, s], label=f"{name}, {data.lead_hours[k]:g} h", **style)
             axes[1].semilogx(wavenumbers, shown[i, s] / shown[i, 0], **style)
     axes[0].set(ylabel=f"power [({data.fields.units[c] or '1'})²]", title="power along circles of latitude")

@@ -67,14 +67,8 @@ def scores(moments: np.ndarray) -> dict[str, np.ndarray]:
     with np.errstate(invalid="ignore"):  # climatology has no anomaly, and no correlation
         acc = ab / np.sqrt(aa * bb)
     spread, truth = (np.sqrt(np.maximum(square - mean * mean, 0)) for mean, square in ((a, aa), (b, bb)))
-    return {
-        "rmse": ee,
-        "mean_rmse": np.sqrt(ee),
-        "bias": e,
-        "acc": acc,
-        "activity": spread,
-        "truth_activity": truth,
-    }
+    found = {"rmse": ee, "mean_rmse": np.sqrt(ee), "bias": e, "acc": acc}
+    return found | {"activity": spread, "truth_activity": truth}
 
 
 def resampled_counts(forecasts: int, block: int, seed: int = 0) -> np.ndarray:

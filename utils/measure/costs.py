@@ -167,12 +167,8 @@ class RunCosts:
         if step := self.step:
             found["memory"] = self._memory()
             found["operators"] = [
-                {
-                    "operator": name,
-                    "calls": step.calls[name],
-                    "seconds": step.seconds.get(name, 0.0),
-                    "bytes": step.allocated.get(name, 0),
-                }
+                {"operator": name, "calls": step.calls[name]}
+                | {"seconds": step.seconds.get(name, 0.0), "bytes": step.allocated.get(name, 0)}
                 for name in {**step.seconds, **step.allocated}
             ]
         for name, rows in found.items():

@@ -45,16 +45,12 @@ def summarise(
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.empty(1, len(fields.in_names), *config.img_size, device="meta"))
     flops, top = counter.get_flop_counts(), type(model).__name__
-    return [
-        Layer(
-            name or top,
-            type(module).__name__,
-            shapes.get(name),
-            sum(p.numel() for p in module.parameters()),
-            sum(flops.get(f"{top}.{name}" if name else top, {}).values()),
-        )
-        for name, module in model.named_modules()
-    ]
+    layers = []
+    for name, module in model.named_modules():
+        parameters = sum(p.numel() for p in module.parameters())
+        own = sum(flops.get(f"{top}.{name}" if name else top, {}).values())
+        layers.append(Layer(name or top, type(module).__name__, shapes.get(name), parameters, own))
+    return layers
 
 
 def summary_table(layers: list[Layer]) -> Iterator[str]:

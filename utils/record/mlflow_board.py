@@ -18,8 +18,6 @@ import numpy as np
 from utils.config.settings import Config
 
 PLAIN = str.maketrans({"(": " ", ")": None, ",": None, "[": None, "]": None})  # MLflow forbids these in names
-
-
 AT_ONCE = 1000  # points that MLflow takes
 
 

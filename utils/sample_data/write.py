@@ -37,16 +37,9 @@ LESS = "fewer --samples or --trajectories"
 
 @torch.inference_mode()
 def write_qg(
-    out: str | Path = DEFAULT_OUT,
-    trajectories: int = 8,
-    samples: int = 125,
-    spinup_days: int = 60,
-    seed: int = 0,
-    height: int = 64,
-    width: int = 128,
-    layout: str = "contiguous",
-    overwrite: bool = False,
-) -> str:
+    out: str | Path = DEFAULT_OUT, trajectories: int = 8, samples: int = 125, spinup_days: int = 60, seed: int = 0,
+    height: int = 64, width: int = 128, layout: str = "contiguous", overwrite: bool = False,
+) -> str:  # fmt: skip
     """Write `samples` six-hourly frames of each trajectory of the QG model, after `spinup_days` that are not kept.
 
     `fields` are float32 [samples, 8, height, width] a file. Rows are cell centres, 90 - 180 (j + 0.5) / height
@@ -84,15 +77,9 @@ def write_qg(
 
 @torch.inference_mode()
 def write_shape(
-    out: str | Path,
-    shape: tuple[int, int, int],
-    trajectories: int = 2,
-    samples: int = 16,
-    seed: int = 0,
-    dtype: str = "float32",
-    layout: str = "contiguous",
-    overwrite: bool = False,
-) -> str:
+    out: str | Path, shape: tuple[int, int, int], trajectories: int = 2, samples: int = 16, seed: int = 0,
+    dtype: str = "float32", layout: str = "contiguous", overwrite: bool = False,
+) -> str:  # fmt: skip
     """Write frames of any `shape` (C, H, W) for benchmarks, near the speed of the disk: patterns, not weather.
 
     Channel c has the mean c, about which one smooth pattern drifts c + 1 columns east every step and another one

@@ -104,11 +104,7 @@ certificate: $(READY)
 
 # Are the certificate and the tests worth something? Changes one line at a time: most of an hour.
 mutations: $(TOOLS)
-	$(PYTHON) tests/proofs/mutations.py
-	$(PYTHON) tests/proofs/loading_mutations.py
-	$(PYTHON) tests/proofs/resuming_mutations.py
-	$(PYTHON) tests/proofs/measuring_mutations.py
-	$(PYTHON) tests/proofs/evaluating_mutations.py
+	$(PYTHON) tests/proofs/mutate.py
 
 # Precision, fused optimiser, compilation, checkpoints, chunks: 72 combinations, the same losses. About 10 minutes.
 combinations: $(READY)

@@ -62,7 +62,7 @@ class GridScaler(torch.amp.GradScaler):
     Each tp rank sees only its slices. Without this, one rank would skip a step that the others take.
 
     PyTorch has no public place for this: `_unscale_grads_` is private. Where a version of PyTorch no longer calls it,
-    the certificate's fp16 runs fail (tests/proofs/mutations.py: "an overflow is not shared").
+    the certificate's fp16 runs fail (tests/proofs/mutations/certificate.txt: "an overflow is not shared").
 
     Communication over `group` in each step: an all-reduce of one number.
     """

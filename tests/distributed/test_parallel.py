@@ -23,8 +23,7 @@ from tests.helpers import (
     tiny_flags,
     write_data,
 )
-from tests.proofs import evaluating_mutations, loading_mutations, measuring_mutations, resuming_mutations
-from tests.proofs.mutations import MUTATIONS
+from tests.proofs import mutate
 from utils.comm import Grid, rank_groups
 from utils.config.reader import load_config
 from utils.data.frame_sharing import FrameSharing
@@ -159,15 +158,10 @@ def test_every_grid_of_four_ranks_equals_one_process():
     assert done.returncode == 0 and "37 runs on 21 grids." in done.stdout, done.stdout + done.stderr
 
 
-def test_the_mutations_change_one_place_each():
-    for file, old, new, meaning in MUTATIONS:
-        assert (ROOT / file).read_text().count(old) == 1 and new != old, meaning
-    for file, old, new, tests in (*resuming_mutations.MUTATIONS, *loading_mutations.MUTATIONS):
-        assert old in (ROOT / "utils" / f"{file}.py").read_text() and new != old, tests
-    for file, old, new, tests in measuring_mutations.MUTATIONS:
-        assert old in (ROOT / f"{file}.py").read_text() and new != old, tests
-    for file, old, new, tests in evaluating_mutations.MUTATIONS:
-        assert (ROOT / f"{file}.py").read_text().count(old) == 1 and new != old, tests
+@pytest.mark.parametrize("name", mutate.LISTS)
+def test_mutations_change_one_place_each(name):
+    for mutation in mutate.read(name):
+        assert (ROOT / mutation.file).read_text().count(mutation.old) == 1 and mutation.new != mutation.old, mutation
 
 
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):

@@ -1,52 +1,72 @@
-"""Change a copy of the code for the worse, one line at a time: what the proofs and the tests are worth."""
+"""Are the proofs worth something? Change a copy of the code for the worse, one place at a time, and see who notices.
 
+    python tests/proofs/mutate.py                            all lists of mutations/: hours on 2 cores
+    python tests/proofs/mutate.py resuming measuring         some of them
+    python tests/proofs/mutate.py resuming store ranks       of a list those in some files or rooms
+
+Of each change a list has a line `@ FILE: TESTS`, the text as it stands there (`-`) and what takes its place (`+`).
+`checkpoint -k newest` means test_checkpoint.py. What no test sees ends the run with code 1.
+"""
+
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+LISTS = {path.stem: path for path in sorted(Path(__file__).with_name("mutations").glob("*.txt"))}
+CERTIFICATE = ["benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens"]
+MODES = ["--modes", "float64", "re-gather", "fp16"]
 
 
-def try_mutations(mutations: Iterable[tuple[str, str, str, str]], look: Callable[[Path, str], str | None]) -> int:
-    """Try each mutation, print what saw it, and return the exit code: 1 where one was not seen.
+class Mutation(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: str  # that must see it; for the certificate, what it means
 
-    Args:
-        mutations: the file, the line as it stands, the line as it is changed to, and a text.
-        look: called with the folder of the changed code and the text; returns a line that shows that it saw the
-            change, or None.
-    """
+
+def read(name: str) -> list[Mutation]:
+    """Return a list of changes."""
+    found = []
+    for part in LISTS[name].read_text().split("\n@ ")[1:]:
+        head, *lines = part.rstrip("\n").split("\n")
+        old, new = ("\n".join(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
+        file, tests = head.split(": ", 1)
+        found.append(Mutation(file, old, new, tests))
+    return found
+
+
+def main(argv: list[str]) -> int:
+    names = [name for name in argv if name in LISTS] or list(LISTS)
+    places = {*argv} - {*LISTS}
     seen = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "code")
         shutil.copytree(ROOT, copy, ignore=lambda at, _: {".git", ".venv", "runs", "data"} if at == str(ROOT) else {})
-        for name, old, new, text in mutations:
-            file = copy / name
-            original = file.read_text()
-            assert old in original, f"{name} does not hold {old!r}"
-            file.write_text(original.replace(old, new))
-            line = look(copy, text)
-            file.write_text(original)
-            change = f"{' '.join(old.split())}  ->  {' '.join(new.split()) or 'nothing'}"
-            print(f"{'seen' if line else 'NOT SEEN'}: {name}: {change}\n    {text}: {line or 'no error'}", flush=True)
-            seen.append(line is not None)
+        for name in names:
+            for mutation in read(name):
+                if places and not places & {*Path(mutation.file).with_suffix("").parts}:
+                    continue
+                file = copy / mutation.file
+                original = file.read_text()
+                file.write_text(original.replace(mutation.old, mutation.new))
+                line = (run_certificate if name == "certificate" else run_tests)(copy, mutation.tests)
+                file.write_text(original)
+                change = f"{' '.join(mutation.old.split())}  ->  {' '.join(mutation.new.split()) or 'nothing'}"
+                print(f"{'seen' if line else 'NOT SEEN'}: {mutation.file}: {change}", flush=True)
+                print(f"    {mutation.tests}: {line or 'no error'}", flush=True)
+                seen.append(line is not None)
     print(f"{sum(seen)} of {len(seen)} mutations were seen")
     return 0 if all(seen) else 1
 
 
-def main(mutations: Iterable[tuple[str, str, str, str]]) -> int:
-    """Try those in the files or rooms that the command line names (`verdict`, `data`), by default all."""
-    names = sys.argv[1:]
-    return try_mutations(
-        [m for m in mutations if not names or {*names} & {*Path(m[0]).with_suffix("").parts}], run_tests
-    )
-
-
 def run_tests(copy: Path, tests: str) -> str | None:
-    """Run tests on the changed code: `interruptions -k SIGTERM` means tests/proofs/test_interruptions.py."""
+    """Run tests on the changed code; return a line that shows that they saw the change, or None."""
     file, *options = shlex.split(tests)
     name, _, test = file.partition(".py")
     (file,) = (f"{path}{test}" for path in (copy / "tests").rglob(f"test_{name}.py"))
@@ -59,3 +79,17 @@ def run_tests(copy: Path, tests: str) -> str | None:
         raise RuntimeError(f"{tests}: {done.stdout[-1000:]}{done.stderr[-1000:]}")
     crashed = "the process crashes" if done.returncode < 0 else None
     return next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), crashed)
+
+
+def run_certificate(copy: Path, _: str) -> str | None:
+    """Run the certificate on the changed code; a crash is no proof."""
+    command = [sys.executable, *CERTIFICATE, *MODES]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+    found = re.findall(r"^certificate: (?!.*ended early).*", done.stderr, re.M)
+    if not found:
+        print(done.stderr[-2000:])
+    return found[-1] if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

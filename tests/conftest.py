@@ -32,5 +32,5 @@ def tiny(tmp_path):
 def trained(tmp_path_factory):
     """A folder with data and `runs/tiny/1GPU/00`, trained with a moving average: read it only."""
     folder = write_data(tmp_path_factory.mktemp("evaluate"), valid={"2003": 20, "2004": 7}, names=["u", "v", "t"])
-    run_here(tiny_flags(folder, "--num_iters", "20", "--ema_decay", "0.9", "--plot_channels", "u"))
+    run_here(tiny_flags(folder, "--num_iters", "20", "--ema_decay", "0.9"))
     return folder

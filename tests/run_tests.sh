@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs the tests but those that take long (marked slow) or need Slurm; --all runs all of them; other arguments name some
-# (tests/run_tests.sh tests/networks/test_vit.py -k patches). Two at a time: a file's tests stay together.
+# Runs the tests but those marked slow and those that need Slurm; --all runs all of them; other arguments name some
+# (tests/run_tests.sh tests/networks/test_vit.py -k patches). Two at a time: who is done takes of the other's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tests() { "${PYTHON:-python}" -m pytest "$@"; }
-two=(-n 2 --dist loadfile --ignore tests/slurm)
+two=(-n 2 --dist worksteal --ignore tests/slurm)
 
 if [ $# = 0 ]; then
     tests "${two[@]}" -m "not slow"

@@ -29,6 +29,7 @@ def weather(folder, *flags):
     return WeatherData(load_config(tiny_flags(folder, *flags))[0].with_batches(1))
 
 
+@pytest.mark.slow
 def test_a_machine_from_end_to_end(tiny):
     """Two ranks; and one finding of each kind is there."""
     command = [sys.executable, "benchmarks/doctor.py", "--nproc", "2", *tiny_flags(tiny), "--tensor_parallel=2"]

@@ -4,19 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.combinations import (
-    AMP,
-    BOUNDS,
-    CHECKPOINT,
-    CHUNKS,
-    FUSED,
-    JIT,
-    data,
-    difference,
-    flags_of,
-    losses,
-    report,
-)
+from benchmarks.combinations import AMP, BOUNDS, CHECKPOINT, CHUNKS, FUSED, JIT, data, difference, flags_of, losses
 from tests.helpers import ROOT
 
 
@@ -40,6 +28,6 @@ def test_the_record_has_every_combination_within_its_bounds():
         " ".join(flags_of(amp, fused, jit, checkpoint, chunks)): amp
         for amp in AMP for fused in FUSED for jit in JIT for checkpoint in CHECKPOINT for chunks in CHUNKS
     }  # fmt: skip
-    assert len(names) == 72 and report(record) == (ROOT / "docs/combinations.md").read_text()
+    assert len(names) == 72
     assert all(record[name] <= BOUNDS[amp][0] for name, amp in names.items())
     assert all(record[f"{amp} from float32"] <= BOUNDS[amp][1] for amp in AMP)

@@ -55,6 +55,7 @@ def test_live_memory_counts_what_is_alive():
         assert (live.now, live.peak) == (0, 12000)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_chunks_save_what_chapter_1_says():
     held = {}
     for flags in ((), ("--activation_checkpoint=block",), ("--activation_checkpoint=mlp",), ("--mlp_chunks=4",)):

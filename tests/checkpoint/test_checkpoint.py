@@ -27,6 +27,7 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in checkpoint.find(folder / "checkpoints")]
 
 
+@pytest.mark.slow
 def test_the_scale_of_fp16_goes_on(tiny, monkeypatch):
     """It begins far too large, and each step that overflows halves it: the resumed run begins with what it came to."""
     monkeypatch.setattr(train, "build_scaler", lambda *_: torch.amp.GradScaler("cpu", init_scale=2.0**36))

@@ -189,6 +189,7 @@ def test_reader_processes_end_with_their_parent_and_not_by_a_signal(tmp_path):
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
+@pytest.mark.slow
 def test_a_full_dev_shm_is_no_hindrance(tmp_path):
     """Containers often have 64 MB there. Nothing is kept in it."""
     write_data(tmp_path, compression="gzip")

@@ -110,7 +110,7 @@ def test_spectra_add_up_to_the_mean_square(trained, result):
     np.testing.assert_allclose(skill["spectra"]["truth"]["u"][0][3], third.mean(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, ranks):
     _, skill = result
     out = tmp_path / "out"
@@ -129,6 +129,7 @@ def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, 
         xarray.testing.assert_allclose(*both, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_three_grids_forecast_the_same(trained, result, tmp_path):
     """The same weights, saved by three grids."""
     _, skill = result
@@ -212,7 +213,7 @@ def test_the_log_says_how_far_forecasts_are_of_use(result):
 def test_maps_in_a_projection(trained, tmp_path):
     pytest.importorskip("cartopy", reason="needs pip install -r requirements-maps.txt")
     for kind, projection in (("plain", "plain"), ("round", "Robinson")):
-        evaluated(trained, tmp_path / kind, "--stride", "10", "--projection", projection)
+        evaluated(trained, tmp_path / kind, "--stride", "10", "--projection", projection, "--plot_channels", "u")
     plain, globe = (matplotlib.image.imread(tmp_path / kind / "pictures/maps_u.png") for kind in ("plain", "round"))
     assert plain.shape == globe.shape and globe[46:60, 440:470].min() == 1  # a corner, outside of the globe's outline
     assert plain[46:60, 460:500].min() < 0.95 and globe[150, 460:840, :3].std() > 0.1
@@ -222,13 +223,14 @@ def test_maps_in_a_projection(trained, tmp_path):
         assert np.abs(np.asarray(film.convert("RGB"), float) - first).mean() > 1  # it moves
 
 
+@pytest.mark.slow
 def test_a_projection_beside_xarrays_engines(trained, tmp_path):
     """In a process that opens a climatology, and by that eccodes, before it draws: it must not crash at its end."""
     pytest.importorskip("cartopy", reason="needs pip install -r requirements-maps.txt")
     usual = tmp_path / "usual.nc"
     write_climatology(trained, usual)
     argv = flags(trained, "--out", str(tmp_path / "out"), "--climatology", str(usual), "--projection", "Robinson")
-    command = [sys.executable, "evaluate.py", *argv, "--stride", "10"]
+    command = [sys.executable, "evaluate.py", *argv, "--stride", "10", "--plot_channels", "u"]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -276,6 +278,7 @@ def test_a_model_is_asked_in_half_precision(trained, tmp_path, result):
     assert 1e-5 < difference < 0.02
 
 
+@pytest.mark.slow
 def test_a_model_is_compiled(trained, tmp_path, result):
     with mock.patch("evaluate.compile_modules", wraps=evaluate.compile_modules) as compiling:
         compiled = rmse(evaluated(trained, tmp_path / "compiled", "--enable_jit"))
@@ -296,7 +299,7 @@ def test_the_best_checkpoint_and_one_kind_of_weights(trained, tmp_path, result):
 
 def test_large_maps_are_thinned(trained, result, tmp_path):
     with mock.patch("utils.forecast.data.LARGEST_MAP", 16):
-        evaluated(trained, tmp_path, "--stride", "10")
+        evaluated(trained, tmp_path, "--stride", "10", "--plot_channels", "u")
     thin, whole = (np.load(path / "kept/000000.npz")["maps"] for path in (tmp_path, result[0]))
     np.testing.assert_array_equal(thin[:, :, 0], whole[:, :, 0, ::2, ::2])
     assert (tmp_path / "pictures/maps_u.png").exists()

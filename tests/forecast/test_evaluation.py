@@ -54,7 +54,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("kind", ["zarr", "netcdf"])
+@pytest.mark.parametrize("kind", [pytest.param("zarr", marks=pytest.mark.slow), "netcdf"])
 def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_files(trained, tmp_path, kind):
     more = ["--forecasts", kind, "--local_batch_size", "5"]  # what is left when it is killed makes no whole batch
     whole_argv, argv = (flags(trained, "--out", str(tmp_path / name), *more) for name in ("whole", "killed"))
@@ -106,15 +106,16 @@ def test_a_folder_of_something_else_is_left_alone(trained, tmp_path):
         ("none", "100k", "meanwhile"), ("none", "400k", "pictures"), ("none", "1000k", "TensorBoard"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kind, size, full):
-    disk = tmp_path / "disk"
+    disk, more = tmp_path / "disk", ["--forecasts", kind, "--local_batch_size", "2", "--plot_channels", "u"]
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o"]
     mounted = subprocess.run([*mount, f"size={size}", "none", disk], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"needs a disk of its own: {mounted.stderr.strip()}")
     try:
-        argv = flags(trained, "--out", str(disk / "out"), "--forecasts", kind, "--local_batch_size", "2")
+        argv = flags(trained, "--out", str(disk / "out"), *more)
         done = run_ranks(1, [str(ROOT / "evaluate.py"), *argv])[0]
         told = [line for line in done.stderr.splitlines() if " - INFO - " not in line]
         assert done.returncode == 74 and len(told) == 1, done.stderr
@@ -124,7 +125,7 @@ def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kin
         assert {"before": there == 0, "meanwhile": 0 < there < 19}.get(full, there == 19)
         assert (disk / "out/logs").exists() == (full == "TensorBoard")
         subprocess.run(["mount", "-o", "remount,size=20m", disk], check=True)
-        skill = evaluated(trained, disk / "out", "--forecasts", kind, "--local_batch_size", "2")
+        skill = evaluated(trained, disk / "out", *more)
         assert skill["forecasts"] == 19
         log = (disk / "out/out.log").read_text()
         assert not there or f"({there} forecasts are there already)" in log
@@ -384,7 +385,7 @@ def test_a_change_inside_of_a_folder_is_seen(tmp_path):
 
 
 def test_without_intervals_nothing_is_said_of_them(trained, tmp_path):
-    evaluated(trained, tmp_path / "out", "--stride", "4", "--block_hours", "120")
+    evaluated(trained, tmp_path / "out", "--stride", "4", "--block_hours", "120", "--plot_channels", "u")
     log = (tmp_path / "out/out.log").read_text()
     assert "There are no intervals: the forecasts make" in log and "below climatology's up to" in log
     assert "whole interval" not in log
@@ -412,6 +413,7 @@ def most_memory(trained: Path, data: Path, out: Path) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_forecasts(trained, tmp_path):
     for steps in (20, 400):
         write_file(tmp_path / f"{steps}/2003.h5", fields(steps, 3, 17, 32), names=NAMES)

@@ -34,6 +34,7 @@ def ask(address: str, what: str, **query: str):
         return json.load(answer)
 
 
+@pytest.mark.slow
 def test_tensorboards_plugin_reads_a_trace(tiny):
     pytest.importorskip("torch_tb_profiler", reason="needs pip install torch-tb-profiler")
     folder = run_here(tiny_flags(tiny, *TRACED))

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import platform
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from utils.measure.time_table import PARTS
 from utils.measure.verdict import BOUNDS, Measured, advice, memory_advice, verdict
 
 LIGHT = ["--num_iters", "6", "--report", "--checkpoint_every", "None"]
-COMPILED = ["--enable_jit", "--tensor_parallel=2"]
 SLOWEST = "waiting for the slowest rank"
 HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
+TP, NO_SP = "--tensor_parallel=2", "--no_sequence_parallel"
+many = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -30,19 +32,12 @@ HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
         ("slow launches", 1, "train.py", LIGHT, "launching", "--enable_jit"),
         ("nothing", 1, "train.py", HEAVY, "computing", "bf16" if has_bf16(torch.device("cpu")) else "--enable_jit"),
         ("slow rank", 2, "train.py", LIGHT, SLOWEST, f"rank 1, on {platform.node()}, "),
-        ("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),
-        ("slow collectives", 2, "train_mp.py", [*LIGHT, "--tensor_parallel=2"], "communicating", "--tensor_parallel"),
-        (
-            "slow all-reduce",
-            2,
-            "train_mp.py",
-            [*LIGHT, "--tensor_parallel=2", "--no_sequence_parallel"],
-            "communicating",
-            "a smaller",
-        ),
-        ("slow gradients", 2, "train.py", LIGHT, "communicating", "--accumulation_steps"),
+        many("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),
+        many("slow collectives", 2, "train_mp.py", [*LIGHT, TP], "communicating", "--tensor_parallel"),
+        many("slow all-reduce", 2, "train_mp.py", [*LIGHT, TP, NO_SP], "communicating", "a smaller"),
+        many("slow gradients", 2, "train.py", LIGHT, "communicating", "--accumulation_steps"),
         # Where rank 0 waits nothing but the profile can see.
-        ("slow copies of rank 1", 2, "train_mp.py", [*LIGHT, *COMPILED], SLOWEST, "'data copy'"),
+        many("slow copies of rank 1", 2, "train_mp.py", [*LIGHT, "--enable_jit", TP], SLOWEST, "'data copy'"),
     ],
 )
 def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):

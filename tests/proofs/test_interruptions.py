@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -28,21 +28,24 @@ from utils.run.saving import Saving
 
 # Each fault on one grid here, and all on all in fault_matrix.py.
 LOST = "00000008 was not written ("
-CASES = [(name, list(GRIDS)[i % len(GRIDS)]) for i, name in enumerate(FAULTS)]
+CASES = [
+    pytest.param(name, list(GRIDS)[i % len(GRIDS)], marks=pytest.mark.slow if i % 5 else ())
+    for i, name in enumerate(FAULTS)
+]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A folder with data, and the run on each grid that nothing disturbed."""
+    """A folder with data, and a function that returns the run on a grid that nothing disturbed."""
     folder = write_data(tmp_path_factory.mktemp("runs"))
-    return folder, {name: undisturbed(grid, folder, f"whole{grid.ranks}") for name, grid in GRIDS.items()}
+    return folder, cache(lambda name: undisturbed(GRIDS[name], folder, f"whole{GRIDS[name].ranks}"))
 
 
 @pytest.mark.parametrize("fault, grid", CASES)
 def test_a_run_that_was_interrupted_ends_as_if_nothing_had_happened(whole, fault, grid):
     folder, runs = whole
     path, _ = disturbed(GRIDS[grid], FAULTS[fault], folder, fault.replace(" ", "-"))
-    check_equal(path, runs[grid])
+    check_equal(path, runs(grid))
 
 
 @contextlib.contextmanager
@@ -66,12 +69,13 @@ def deaf() -> None:
 
 
 @pytest.mark.parametrize("name", ["late", "deaf"])
+@pytest.mark.slow
 def test_saves_go_on_after_one_in_which_the_ranks_lost_each_other(whole, name):
     folder, runs = whole
     fault = InSave(partial(late, folder / "late.log"), rank=-1) if name == "late" else deaf
     lost = Fault((fault, At(KILL, 0, 13)), {-9, 1}, 12, LOST)
     path, _ = disturbed(GRIDS["dp 2"], lost, folder, name, "--comm_timeout=8s")
-    check_equal(path, runs["dp 2"])
+    check_equal(path, runs("dp 2"))
 
 
 def die_validated() -> None:
@@ -79,18 +83,20 @@ def die_validated() -> None:
     Saving.after_epoch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_validation_that_is_done_twice_is_on_the_board_once(whole):
     folder, runs = whole
     argv, log = tiny_flags(folder, *FLAGS, "--run_num", "twice", "--resume=auto"), folder / "log"
     stop = InValidation(Send(signal.SIGTERM))  # twice at the same place: the same checkpoint
     for code, *fault in ((75, stop), (75, stop), (-9, die_validated), (0,)):
         assert Ranks(Grid(1), argv, log, tuple(fault)).wait() == [code], log.read_text()
-    check_equal(run_folder(argv), runs["1 process"])
+    check_equal(run_folder(argv), runs("1 process"))
 
 
 @pytest.mark.parametrize(
     "grid", [Grid(1, 4, 1, ("--no_sequence_parallel",)), Grid(1, 2, 2, ("--parallel_order=dp-cp-tp",))]
 )
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_grid_and_back(tmp_path, grid):
     folder = write_data(tmp_path)
     serial = undisturbed(Grid(1), folder, "serial", "--dropout=0", dtype=torch.float64)

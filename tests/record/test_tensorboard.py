@@ -106,6 +106,7 @@ def browser():
     return find_browser()
 
 
+@pytest.mark.slow
 def test_a_browser_shows_both_runs(board, browser, tmp_path):
     address, runs = board
     document = look(browser, f"{address}/#timeseries")

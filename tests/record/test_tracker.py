@@ -10,6 +10,7 @@ from utils.record import mlflow_board as tracker
 mlflow = pytest.importorskip("mlflow", reason="needs pip install -r requirements-mlflow.txt")
 
 
+@pytest.mark.slow
 def test_a_run_is_in_mlflow(tiny, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     store = mlflow.MlflowClient(f"sqlite:///{tiny}/runs/mlflow.db")

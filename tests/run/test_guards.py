@@ -112,6 +112,7 @@ def hang(_) -> None:
     time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_too_long_says_where(tiny):
     argv, log = tiny_flags(tiny, *FLAGS, "--comm_timeout=8s"), tiny / "log"
     codes = Ranks(Grid(2), argv, log, (At(hang, rank=1),)).wait()
@@ -122,6 +123,7 @@ def test_a_rank_that_waits_too_long_says_where(tiny):
     assert "time.sleep(1000)" in told and "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_a_group_is_waited_for_as_long_as_a_collective():
     """NCCL's ranks exchange an address through the store of all ranks before their first collective."""
     code = (
@@ -172,6 +174,7 @@ def test_the_log_of_a_run_tells_what_ended_it(tiny):
     assert " - ERROR - Refused: iteration " in last and "2001.h5" in last
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_nothing(tiny):
     """Neither checkpoints nor records can be written for the rest of a run. With room again, it goes on."""
     disk = tiny / "disk"

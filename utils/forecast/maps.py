@@ -95,4 +95,7 @@ class Maps:
             axes[0].set_title(f"{source}: {data.date(0)} + {data.fields.step_hours * k:g} h", fontsize=9)
             axes[1].set_title(f"what happened: {data.date(0, k)}", fontsize=9)
 
+        show(0)
+        figure.canvas.draw()
+        figure.set_layout_engine("none")  # to lay each frame out anew takes most of the time
         FuncAnimation(figure, show, frames=len(truths)).save(path, PillowWriter(fps=4), dpi=80)

@@ -102,7 +102,7 @@ certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json
 	$(PYTHON) docs/make.py
 
-# Are the certificate and the tests worth something? Changes one line at a time: most of an hour.
+# Are the certificate and the tests worth something? Changes one line at a time: about two hours.
 mutations: $(TOOLS)
 	$(PYTHON) tests/proofs/mutate.py
 

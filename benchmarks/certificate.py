@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import yaml
 
-from benchmarks.certificate_cases import FULL_IMAGE, IMAGES, MODES, NAMED, NAMED_IMAGE, SECTION, label, runs_of, shown
-from benchmarks.record import write_record
+from benchmarks.harness.record import write_record
+from benchmarks.proof.cases import FULL_IMAGE, IMAGES, MODES, NAMED, NAMED_IMAGE, SECTION, label, runs_of, shown
 from utils.measure.tables import markdown
 from utils.sample_data.write import write_shape
 
@@ -45,7 +45,7 @@ def failure(result: dict) -> str | None:
 def run_world(folder: str, ranks: int, cases: list[dict]) -> list[dict]:
     """Run the cases of one number of ranks; print each; stop at the first error above its bound."""
     Path(folder, f"cases{ranks}.json").write_text(json.dumps(cases))
-    command = [sys.executable, str(ROOT / "benchmarks/certificate_worker.py"), folder]
+    command = [sys.executable, str(ROOT / "benchmarks/proof/worker.py"), folder]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     port = 12000 + os.getpid() % 15000
     numbers = [[str(rank), str(ranks), str(port)] for rank in range(ranks)]
@@ -117,7 +117,7 @@ def main() -> None:
         Path(folder, "certificate.yaml").write_text(yaml.safe_dump({"certificate": {**SECTION, **paths, **stats}}))
         for image in {*args.images, NAMED_IMAGE, *({FULL_IMAGE} & set(args.modes))}:
             write_shape(f"{folder}/{image}", (3, *IMAGES[image][:2]), trajectories=3, samples=24)
-        subprocess.run([sys.executable, str(ROOT / "benchmarks/certificate_worker.py"), folder], check=True)
+        subprocess.run([sys.executable, str(ROOT / "benchmarks/proof/worker.py"), folder], check=True)
         results = []
         for ranks in args.ranks:
             cases = runs_of(ranks, args.images, args.modes, args.named)

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench import Bench
-from benchmarks.record import Figures, write_record
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.record import Figures, write_record
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.background import Checkpointer
 from utils.checkpoint.state import TrainingState

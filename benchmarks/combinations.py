@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.data import path_flags, train_here
-from benchmarks.record import write_record
+from benchmarks.harness.data import path_flags, train_here
+from benchmarks.harness.record import write_record
 from utils.measure.tables import markdown
 from utils.sample_data.write import write_shape
 

@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.bench import Bench
 from benchmarks.checkpoint import measure
-from benchmarks.data import path_flags
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.data import path_flags
+from benchmarks.harness.record import Figures, write_record
 from benchmarks.observers import measure as overhead
-from benchmarks.record import Figures, write_record
 from benchmarks.step import SAVERS, compare, figures_of
 from distributed.graphs import Captured, CudaGraph
 from networks.attention import BACKENDS, attention

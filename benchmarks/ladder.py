@@ -30,10 +30,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks import ladder_report  # noqa: E402
-from benchmarks.call import all_devices, call, check_place, end_on_signals, launch, reason, stay_on  # noqa: E402
-from benchmarks.ladder_runs import Runs, evaluate, standard_error, why_not  # noqa: E402
-from benchmarks.record import device_name  # noqa: E402
-from benchmarks.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
+from benchmarks.harness.call import all_devices, call, check_place, end_on_signals, launch, reason, stay_on  # noqa: E402
+from benchmarks.harness.record import device_name  # noqa: E402
+from benchmarks.rungs.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
+from benchmarks.rungs.runs import Runs, evaluate, standard_error, why_not  # noqa: E402
 from utils.config.reader import load_config  # noqa: E402
 from utils.config.settings import Config  # noqa: E402
 from utils.data.dataset import WeatherData  # noqa: E402

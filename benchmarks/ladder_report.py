@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from benchmarks.record import write_record  # noqa: E402
+from benchmarks.harness.record import write_record  # noqa: E402
 
 TITLES = {
     "steps": "One after another",

@@ -31,8 +31,8 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.data import path_flags, train_here
-from benchmarks.record import Figures, write_record
+from benchmarks.harness.data import path_flags, train_here
+from benchmarks.harness.record import Figures, write_record
 from utils.data.batches import Reading, Samples
 from utils.data.files import Files
 from utils.data.frames import FrameReader

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.bench import Bench
-from benchmarks.record import write_record
+from benchmarks.harness.bench import Bench
+from benchmarks.harness.record import write_record
 from utils import spans as timeline
 from utils.device import synchronize
 from utils.measure.machine import SystemWatch

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.record import write_record
+from benchmarks.harness.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens
 from networks.attention import check_attention

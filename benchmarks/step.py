@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.bench import REFERENCE, Bench
-from benchmarks.loop import loop_overhead
-from benchmarks.memory import mlp_peak
-from benchmarks.record import Figures, write_record
+from benchmarks.harness.bench import REFERENCE, Bench
+from benchmarks.harness.loop import loop_overhead
+from benchmarks.harness.memory import mlp_peak
+from benchmarks.harness.record import Figures, write_record
 from utils.device import known_device, measured_peak, peak_flops, synchronize
 from utils.measure.tables import markdown
 

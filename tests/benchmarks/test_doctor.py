@@ -10,9 +10,10 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks import doctor, machine
+from benchmarks import doctor
 from benchmarks.doctor import memory, read_speed, storage, values
-from benchmarks.machine import Line, cores, cpu_list, limits, versions
+from benchmarks.node import machine
+from benchmarks.node.machine import Line, cores, cpu_list, limits, versions
 from tests.helpers import ROOT, clean_environment, tiny_flags
 from utils.config.reader import load_config
 from utils.config.settings import Config

@@ -13,11 +13,11 @@ import pytest
 from torch import nn
 
 import train
-from benchmarks import call as calls
 from benchmarks import ladder, ladder_report
-from benchmarks.call import call, end_on_signals, reason
-from benchmarks.ladder_runs import Runs, evaluate, standard_error
-from benchmarks.rungs import DATA_PARALLEL, all_rungs, chosen, lacks
+from benchmarks.harness import call as calls
+from benchmarks.harness.call import call, end_on_signals, reason
+from benchmarks.rungs.rungs import DATA_PARALLEL, all_rungs, chosen, lacks
+from benchmarks.rungs.runs import Runs, evaluate, standard_error
 from tests.helpers import ROOT, is_running, losses, run_folder, run_here, tiny_flags, wait_until
 from utils.ranks import start
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.bench import REFERENCE, Bench
-from benchmarks.memory import LiveMemory, mlp_peak
+from benchmarks.harness.bench import REFERENCE, Bench
+from benchmarks.harness.memory import LiveMemory, mlp_peak
 from networks.vit import ViT
 
 ON_CPU = [*REFERENCE, "--device=cpu"]

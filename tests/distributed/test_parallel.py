@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train_mp
-from benchmarks.certificate_cases import FULL_IMAGE, MODES
+from benchmarks.proof.cases import FULL_IMAGE, MODES
 from distributed.parallelize import check_parallel, parallelize, shard_tokens
 from networks.vit import MLP, Attention, Block, DropPath, ViT
 from tests.helpers import (

@@ -13,7 +13,7 @@ import torch
 
 import train_mp_graphs
 from benchmarks import doctor, ladder
-from benchmarks.bench import Bench
+from benchmarks.harness.bench import Bench
 from tests.helpers import ROOT, clean_environment, losses, run_folder, run_here, tiny_flags, wait_until
 from tests.measure.test_timeline import check_times
 from utils.measure.machine import SystemWatch

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import train
-from benchmarks.bench import Bench
+from benchmarks.harness.bench import Bench
 from tests.helpers import losses, records, run_here, tiny_flags
 from utils.config.reader import load_config
 from utils.data.dataset import WeatherData

@@ -18,7 +18,7 @@ from utils.config.settings import Config
 from utils.data.dataset import WeatherData
 from utils.device import cores_in_reach, has_bf16
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NODES = Path("/sys/devices/system/node")
 CGROUPS, OUR_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 

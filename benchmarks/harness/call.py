@@ -13,7 +13,7 @@ import torch
 
 from utils.device import cores_in_reach
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def has_srun() -> bool:

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rungs import Rung
+from benchmarks.rungs.rungs import Rung
 from utils.files import read_events, write_text
 
 

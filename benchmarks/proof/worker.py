@@ -1,7 +1,7 @@
 """One process of the certificate: train.py as the reference, or one rank of train_mp.py on a list of grids.
 
-python benchmarks/certificate_worker.py FOLDER                     the references
-python benchmarks/certificate_worker.py FOLDER RANK RANKS PORT     one rank
+python benchmarks/proof/worker.py FOLDER                     the references
+python benchmarks/proof/worker.py FOLDER RANK RANKS PORT     one rank
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters  # no public way; `judged` finds a faul
 
 import train
 import train_mp
-from benchmarks.certificate_cases import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags
+from benchmarks.proof.cases import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags
 from distributed.helpers import sliced_dims
 from utils.comm import Grid
 from utils.config.reader import load_config

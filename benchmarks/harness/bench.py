@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import train
-from benchmarks.memory import LiveMemory
+from benchmarks.harness.memory import LiveMemory
 from networks.attention import attention
 from utils.compiler import compile_modules
 from utils.config.reader import load_config

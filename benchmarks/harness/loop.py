@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import train
-from benchmarks.bench import REFERENCE
-from benchmarks.data import path_flags, train_here
+from benchmarks.harness.bench import REFERENCE
+from benchmarks.harness.data import path_flags, train_here
 from utils.observers import EpochRecord, Observer
 from utils.run.run import Run
 from utils.sample_data.write import write_shape

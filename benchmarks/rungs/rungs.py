@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.call import all_devices
+from benchmarks.harness.call import all_devices
 
 
 @dataclass(frozen=True)

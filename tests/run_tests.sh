@@ -4,10 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tests() { "${PYTHON:-python}" -m pytest "$@"; }
-two=(-n 2 --dist worksteal --ignore tests/slurm)
+some=(-n 2 --dist worksteal --ignore tests/slurm)
 
 if [ $# = 0 ]; then
-    tests "${two[@]}" -m "not slow"
+    tests "${some[@]}" -m "not slow"
     exit
 elif [ "$1" != --all ]; then
     tests "$@"
@@ -22,7 +22,7 @@ slurm=$!
 trap 'kill -INT -- -$slurm 2>/dev/null && wait $slurm; rm "$told"' EXIT
 set +m
 code=0
-tests "${two[@]}" || code=$?
+tests "${some[@]}" || code=$?
 [ $code != 2 ] || exit 2 # interrupted
 wait $slurm || code=$?
 cat "$told"

@@ -34,7 +34,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     ema_decay: float | None = None  # of the moving average of the weights; None for none
-    stacked: Mapping[str, int] = field(default_factory=dict)  # parameters of several matrices, one below the other
+    stacked: Mapping[str, int] = field(default_factory=dict)  # parameters that hold several matrices: how many
     shared_generators: Mapping[str, torch.Generator] = field(default_factory=dict)  # which draw the same on all ranks
     # The parameters that are cut over the tensor parallel ranks, with the dim, and the group of these ranks.
     slices: tuple[Mapping[nn.Parameter, int], dist.ProcessGroup | None] = ({}, None)

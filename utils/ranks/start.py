@@ -15,7 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from utils.errors import NOT_SAVED, Ended, ReadError, Refused, WriteError
+from utils.errors import NOT_SAVED, Ended, ReadError, Refused, WriteError, first_line
 from utils.ranks.watchdog import Watch, end_now, place
 from utils.ranks.world import World, find_world
 
@@ -80,7 +80,7 @@ def _end_all(world: World, error: Exception) -> None:
     """End this process with what happened: the other ranks wait for it, and learn of its end at once."""
     stack = traceback.extract_tb(error.__traceback__)
     if isinstance(error, dist.DistError) or "gloo" in str(error):  # a collective that failed, or waited too long
-        end_now(f"rank {world.rank}: {str(error).splitlines()[0].rpartition('] ')[2]} ({place(stack)})")
+        end_now(f"rank {world.rank}: {first_line(error).rpartition('] ')[2]} ({place(stack)})")
     traceback.print_exc()
     end_now(f"rank {world.rank}: {type(error).__name__} ({place(stack)})")
 
@@ -110,7 +110,7 @@ def join(world: World, wait: timedelta = JOINING) -> None:
     except dist.DistError as error:
         end_now(
             f"rank {world.rank} of {world.size} could not join the others at {world.address}, port {world.port} "
-            f"({str(error).splitlines()[0]}): start all ranks, with the name of rank 0's host as MASTER_ADDR and a "
+            f"({first_line(error)}): start all ranks, with the name of rank 0's host as MASTER_ADDR and a "
             f"free port as MASTER_PORT",
             code=2,
         )

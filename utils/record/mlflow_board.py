@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.config.settings import Config
+from utils.errors import first_line
 
 PLAIN = str.maketrans({"(": " ", ")": None, ",": None, "[": None, "]": None})  # MLflow forbids these in names
 AT_ONCE = 1000  # points that MLflow takes
@@ -41,7 +42,7 @@ def or_give_up(method: Callable) -> Callable:
             method(self, *args, **kwargs)
         except Exception as error:  # of a server, a network, a database
             self.is_lost = True
-            logging.warning("MLflow is lost (%s): training goes on without it", str(error).split("\n")[0])
+            logging.warning("MLflow is lost (%s): training goes on without it", first_line(error))
 
     return careful
 

@@ -177,7 +177,7 @@ def data_parallel(model: ViT, config: Config, group: dist.ProcessGroup | None = 
     return settle_buckets(nn.parallel.DistributedDataParallel(model, process_group=group, **options))
 
 
-def main(world: World, argv: list[str], observers: Iterable = ()) -> None:
+def main(world: World, argv: list[str], observers: Iterable = (), wrap: Callable = data_parallel) -> None:
     with all_ranks_agree():  # everything a user can get wrong is found here, before any training
         config, remarks = load_config(argv)
         config = config.with_batches(world.size)
@@ -190,7 +190,7 @@ def main(world: World, argv: list[str], observers: Iterable = ()) -> None:
     optimizer, scaler = build_optimizer(model, config), build_scaler(config, device)
     with Run(Job(config, world, device, data), build_model, observers=observers) as run:
         run.begin(TrainingState(model, optimizer, scaler, config.ema_decay, model.stacked()), remarks)  # may resume
-        model = data_parallel(model, config)
+        model = wrap(model, config)
         step = partial(forward_backward, model, scaler=scaler, config=config)
         update = partial(update_weights, optimizer, scaler, config)
         train(step, update, model, data, config, run)

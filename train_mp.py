@@ -82,7 +82,7 @@ def main(
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))
         step = make_step(partial(forward_backward, parallel, scaler=scaler, config=config), grid, shard, gradients)
         update = partial(update_weights, optimizer, scaler, config, total_norm=gradients.norm)
-        step, update = transform(step, update, model, optimizer, config, run)
+        step, update = transform(step, update, model, config, run)
         train(step, update, parallel, data, config, run)
 
 

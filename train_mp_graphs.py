@@ -37,7 +37,6 @@ def capture(
     step: Callable[[Tensor, Tensor], Tensor],
     update: Callable[[float], Tensor],
     model: ParallelViT,
-    optimizer: torch.optim.Optimizer,
     config: Config,
     run: Run,
     graph: type[CudaGraph] = CudaGraph,

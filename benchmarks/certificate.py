@@ -7,7 +7,7 @@ Each grid trains with train_mp.py's own main on small files and is compared with
 parameter's gradient, its norm, the weights after 5 steps, the validation metrics. Ranks that hold the same parameter
 must hold the same bits. Five named grids, or the first of them, are then tried in other modes. An error is the largest
 difference over the largest reference value, per full tensor. The first one above its bound ends the run and names what
-and where. What one process does is in certificate_worker.py.
+and where. What one process does is in proof/worker.py.
 """
 
 import argparse

@@ -5,6 +5,7 @@ python benchmarks/data_parallel.py --config=demo [--gpus 4]      the first so ma
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,5 +22,5 @@ if __name__ == "__main__":
     args, flags = parser.parse_known_args()
     if torch.cuda.device_count() < args.gpus:
         sys.exit(f"data_parallel.py: error: --gpus is {args.gpus}, and this process sees {torch.cuda.device_count()}")
-    train.data_parallel = lambda model, config, group=None: nn.DataParallel(model, list(range(args.gpus)))
-    start(train.main, flags, train.load_config)
+    wrap = lambda model, config: nn.DataParallel(model, list(range(args.gpus)))  # noqa: E731
+    start(partial(train.main, wrap=wrap), flags, train.load_config)

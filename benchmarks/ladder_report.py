@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from benchmarks.harness.record import write_record  # noqa: E402
+from utils.measure.tables import markdown as markdown_table  # noqa: E402
 
 TITLES = {
     "steps": "One after another",
@@ -82,12 +83,12 @@ def markdown(ladder: str, record: dict[str, Any]) -> str:
     """Return all tables in Markdown, with a place to link to in each line."""
     rows, parts = record["rungs"], [machine(record)]
     for title, found in tables(rows):
-        lines = [f"**{title}**", "", "| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+        lines = []
         for row in found:
             first, *rest = cells(row)
             line = [f'<a id="{anchor(ladder, row)}"></a>{first}', *rest]
-            lines.append("| " + " | ".join(line + [""] * (len(HEAD) - len(line))) + " |")
-        parts.append("\n".join(lines))
+            lines.append(line + [""] * (len(HEAD) - len(line)))
+        parts += [f"**{title}**", markdown_table(HEAD, lines)]
     return "\n\n".join(parts)
 
 

@@ -18,13 +18,12 @@ import torch
 
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.record import write_record
-from utils import spans as timeline
 from utils.device import synchronize
 from utils.measure.machine import SystemWatch
 from utils.measure.step_profile import StepProfiler
 from utils.ranks.start import join
 from utils.ranks.world import World
-from utils.spans import span
+from utils.spans import span, start_timeline, stop_timeline, tell_of_gradients
 
 SMALL = ["--config=demo", "--local_batch_size=8", "--plot_channels=None"]
 PAIRS, STEPS = 24, 20
@@ -50,23 +49,22 @@ def steps(bench: Bench) -> float:
 def measure(bench: Bench) -> dict[str, list[float]]:
     """Return the overhead of each pair, and the seconds that profiles of a step take."""
     bench.is_timed = False
-    clock = timeline.start_timeline(bench.device, bench.model)
     steps(bench)
     found: dict[str, list[float]] = {"report_overhead": [], "profile_sec": []}
     for number in range(PAIRS):
         seconds = {}
         for is_on in (True, False) if number % 2 else (False, True):
-            timeline.timeline = clock if is_on else None
-            hooks = timeline.tell_of_gradients(bench.model) if is_on else []  # as on several ranks
-            watch = SystemWatch(bench.device) if is_on else None
+            if is_on:
+                clock, watch = start_timeline(bench.device, bench.model), SystemWatch(bench.device)
+                hooks = tell_of_gradients(bench.model)  # as on several ranks
             seconds[is_on] = steps(bench)
-            if watch:
+            if is_on:
                 clock.take()
+                stop_timeline()
                 watch.close()
-            for hook in hooks:
-                hook.remove()
+                for hook in hooks:
+                    hook.remove()
         found["report_overhead"].append(seconds[True] / seconds[False] - 1)
-    timeline.stop_timeline()
     known = {"weights": list(bench.model.parameters())}
     for _ in range(3):
         profiler = StepProfiler(bench.device, lambda: known, None)

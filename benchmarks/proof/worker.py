@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.utils import counters  # no public way; `judged` finds a fault where they no longer count
+from torch._dynamo.utils import counters  # no public way; a fault of `judged` where they do not count
 
 import train
 import train_mp
@@ -58,6 +58,7 @@ class Kept(Observer):
         state, sharded = self.run.state, sliced_dims(self.model)
         self.found["weights"] = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.found["sharded"] = {n: sharded[p] for n, p in self.model.named_parameters() if p in sharded}
+        self.found["stacked"] = state.stacked
         self.found["scale"] = state.scaler.get_scale()
         self.found["steps"] = int(state.optimizer.state[next(self.model.parameters())]["step"])
 
@@ -142,9 +143,9 @@ def digests(weights: dict, sharded: dict[str, int], tp_rank: int) -> dict[str, s
     return {slot[n]: hashlib.sha256(w.numpy().tobytes()).hexdigest() for n, w in weights.items()}
 
 
-def slices_of(whole: dict, sharded: dict[str, int], tp: int, tp_rank: int) -> dict:
+def slices_of(whole: dict, sharded: dict[str, int], stacked: dict[str, int], tp: int, tp_rank: int) -> dict:
     """Return a tp rank's part of a whole state; q, k and v, which lie stacked, are each cut by themselves."""
-    parts = {name: (3 if ".qkv." in name else 1, dim) for name, dim in sharded.items()}
+    parts = {name: (stacked.get(name, 1), dim) for name, dim in sharded.items()}
     return {
         name: torch.cat([part.chunk(tp, parts[name][1])[tp_rank] for part in x.chunk(parts[name][0])])
         if name in parts
@@ -159,7 +160,7 @@ def findings(mode: Mode, kept: dict, exact: dict | None, alike: dict | None, tp:
     Args:
         exact, alike: the run of train.py in float64, and the one in this mode, if there is one.
     """
-    slices = partial(slices_of, sharded=kept["sharded"], tp=tp, tp_rank=tp_rank)
+    slices = partial(slices_of, sharded=kept["sharded"], stacked=kept["stacked"], tp=tp, tp_rank=tp_rank)
     errors = errors_of(kept, exact, slices) if exact else {}
     if mode.times_serial:
         errors |= {k: v for k, v in errors_of(kept, alike, slices).items() if k == "loss"}

@@ -12,7 +12,6 @@ import sys
 import pytest
 from torch import nn
 
-import train
 from benchmarks import ladder, ladder_report
 from benchmarks.harness import call as calls
 from benchmarks.harness.call import call, end_on_signals, reason
@@ -175,7 +174,6 @@ def test_data_parallel_is_train_py_with_another_wrapper(tiny, monkeypatch):
     """On a CPU DataParallel hands everything to the one model; tests/gpu/test_gpu_report.py takes two GPUs."""
     passes, forward = [], nn.DataParallel.forward
     monkeypatch.setattr(nn.DataParallel, "forward", lambda self, *args: passes.append(1) or forward(self, *args))
-    monkeypatch.setattr(train, "data_parallel", train.data_parallel)
     monkeypatch.setattr(start, "start", lambda main, argv, load: run_here(argv, main))
     one, argv = losses(run_here(tiny_flags(tiny))), tiny_flags(tiny, "--run_num", "dp")
     monkeypatch.setattr(sys, "argv", ["data_parallel.py", *argv])

@@ -148,11 +148,11 @@ def _parse_chapter(argv: list[str], chapter: int) -> dict[str, Any]:
     return parse(argv, helps, "Every key of the YAML file is a flag; the command line wins over the YAML section.")
 
 
-def answer_help(argv: list[str], chapter: int = 1) -> None:
-    """End the process with the flags where --help asks for them. What is wrong besides, `load_config` says."""
+def answer_help(argv: list[str]) -> None:
+    """End the process with chapter 1's flags where --help asks for them. What else is wrong, `load_config` says."""
     if "--help" in argv or "-h" in argv:
         with contextlib.suppress(ValueError):
-            _parse_chapter(argv, chapter)
+            _parse_chapter(argv, 1)
 
 
 def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:

@@ -25,12 +25,6 @@ from utils.measure.time_table import TimeReport
 from utils.measure.verdict import Measured, verdict
 from utils.spans import span, stop_timeline
 
-# What becomes of the ranks' figures.
-ADDED = ("cores", "read_gb", "written_gb", "joules")
-OF_A_NODE = ("sent_gb", "received_gb")  # added up over nodes
-LARGEST = ("memory_gb", "node_memory", "gpu_memory_gb")
-MEAN = ("gpu_use",)
-
 
 class RunCosts:
     """Measures a run from here on. All ranks call the same methods.
@@ -82,12 +76,15 @@ class RunCosts:
 
     def together(self, ranks: list[dict[str, float]]) -> dict[str, float]:
         """Return the figures of all ranks; not those that a rank does not know."""
-        known = set.intersection(*(set(rank) for rank in ranks))
-        nodes = {node: rank for (node, _), rank in zip(self.places, ranks)}  # one rank of each
-        found = {name: sum(rank[name] for rank in ranks) for name in ADDED if name in known}
-        found |= {name: sum(rank[name] for rank in nodes.values()) for name in OF_A_NODE if name in known}
-        found |= {name: max(rank[name] for rank in ranks) for name in LARGEST if name in known}
-        return found | {name: fmean(rank[name] for rank in ranks) for name in MEAN if name in known}
+        nodes = {node: rank for (node, _), rank in zip(self.places, ranks)}.values()  # one rank of each
+        ways = {
+            "added": (sum, ranks),
+            "added over nodes": (sum, nodes),
+            "largest": (max, ranks),
+            "mean": (fmean, ranks),
+        }
+        known = {name: ways[way] for name, (way, _) in tables.SYSTEM.items() if all(name in rank for rank in ranks)}
+        return {name: combine(rank[name] for rank in over) for name, (combine, over) in known.items()}
 
     def close(self) -> None:
         stop_timeline()

@@ -11,18 +11,19 @@ import torch
 from utils.measure.step_profile import StepProfile
 
 TOP = 10  # operators shown
+# What becomes of the ranks' figures, and what they say.
 SYSTEM = {
-    "cores": "CPU cores in use, all ranks",
-    "memory_gb": "GiB resident, the largest rank",
-    "node_memory": "of a node's memory in use",
-    "read_gb": "GiB read from storage",
-    "written_gb": "GiB written to storage",
-    "sent_gb": "GiB sent by the nodes",
-    "received_gb": "GiB received by the nodes",
-    "gpu_use": "of the time a kernel ran",
-    "gpu_memory_gb": "GiB in use on the fullest GPU",
-    "joules": "J, all GPUs",
-    "joules_per_sample": "J a training sample, validation included",
+    "cores": ("added", "CPU cores in use, all ranks"),
+    "memory_gb": ("largest", "GiB resident, the largest rank"),
+    "node_memory": ("largest", "of a node's memory in use"),
+    "read_gb": ("added", "GiB read from storage"),
+    "written_gb": ("added", "GiB written to storage"),
+    "sent_gb": ("added over nodes", "GiB sent by the nodes"),
+    "received_gb": ("added over nodes", "GiB received by the nodes"),
+    "gpu_use": ("mean", "of the time a kernel ran"),
+    "gpu_memory_gb": ("largest", "GiB in use on the fullest GPU"),
+    "joules": ("added", "J, all GPUs"),
+    "joules_per_sample": ("of all", "J a training sample, validation included"),
 }
 MEMORY = {
     "allocator": "its peak in the same step",
@@ -45,7 +46,7 @@ def system(records: list[dict[str, Any]], warm: slice, device: torch.device) -> 
     epochs = records[warm]
     yield f"The machine, over {len(epochs)} epoch(s)" + (" after the first:" if warm.start else ":")
     yield f"  {'':18} {'mean':>9} {'least':>9} {'most':>9}"
-    for name, meaning in SYSTEM.items():
+    for name, (_, meaning) in SYSTEM.items():
         values = [epoch[name] for epoch in epochs if name in epoch]
         if values:
             yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from utils import spans as timeline
+from utils.spans import ELSEWHERE, span, start_timeline
 
 # In the order of the table, with what the names do not say.
 PARTS = {
@@ -24,7 +24,7 @@ PARTS = {
     "logging": "records and pictures; the other ranks wait for them",
     "profiling": "what it takes to look at a step",
     "setup": "until the first step is done, which compiles",
-    timeline.ELSEWHERE: "between steps",
+    ELSEWHERE: "between steps",
 }
 
 
@@ -40,7 +40,7 @@ class TimeReport:
     def __init__(
         self, model: nn.Module, device: torch.device, iteration: int, write: Callable[[dict[str, Any]], None] | None
     ):
-        self.clock, self.write, self.iteration = timeline.start_timeline(device, model), write, iteration
+        self.clock, self.write, self.iteration = start_timeline(device, model), write, iteration
         self.records: list[dict[str, Any]] = []
         self.ranks: list[dict[str, list[float]]] = []  # of each record: the seconds of each part on every rank
         self.begin = time.perf_counter()
@@ -58,7 +58,7 @@ class TimeReport:
         now = time.perf_counter()
         mine["wall"], self.begin = now - self.begin, now
         ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
-        with timeline.span("profiling"):
+        with span("profiling"):
             dist.all_gather_object(ranks, mine)
         times = {name: [rank.get(name, 0.0) for rank in ranks] for name in (*PARTS, "wall")}
         means = {name: sum(values) / len(values) for name, values in times.items()}

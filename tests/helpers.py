@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -228,8 +228,10 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
 
 
-def run_ranks(ranks: int, command: list[str], timeout: float = 300) -> list[subprocess.CompletedProcess]:
-    """Run `python command` on several ranks of this machine, set up by plain environment variables.
+def run_ranks(
+    ranks: int, command: list[str] | Callable, *args, timeout: float = 300
+) -> list[subprocess.CompletedProcess]:
+    """Run `python command`, or `command(*args)`, on several ranks of this machine, set up by environment variables.
 
     A rank that hangs is killed and fails the test.
     """
@@ -237,7 +239,9 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 300) -> list[subp
     with tempfile.TemporaryDirectory() as folder:
         files = [[Path(folder, f"{rank}.{kind}") for kind in ("out", "err")] for rank in range(ranks)]
         processes = [
-            SERVER.Process(target=_be_rank, args=(command, {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, *files[r]))
+            SERVER.Process(
+                target=_be_rank, args=(command, args, {**env, "RANK": str(r), "LOCAL_RANK": str(r)}, *files[r])
+            )
             for r in range(ranks)
         ]
         try:
@@ -255,15 +259,18 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 300) -> list[subp
                 process.kill()
 
 
-def _be_rank(command: list[str], env: dict[str, str], out: Path, err: Path) -> None:
-    """Do in this process what `python command` does in a new one."""
+def _be_rank(command: list[str] | Callable, args: tuple, env: dict[str, str], out: Path, err: Path) -> None:
+    """Do in this process what `python command` does in a new one, or call a function."""
     os.environ.clear()
     os.environ.update(env)
     for number, file in ((1, out), (2, err)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)
     os.chdir(ROOT)
-    if command[0] == "-c":
+    if callable(command):
+        sys.argv = [command.__name__]
+        command(*args)
+    elif command[0] == "-c":
         sys.argv = ["-c", *command[2:]]
         exec(command[1], {"__name__": "__main__"})
     elif command[0] == "-m":

@@ -4,15 +4,16 @@ import contextlib
 import functools
 import json
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import train
 from tests.helpers import (
     ERA5,
-    ROOT,
     group_of_one,
     losses,
     norms,
@@ -26,6 +27,8 @@ from tests.helpers import (
 )
 from utils.config.reader import load_config
 from utils.config.settings import Config
+from utils.observers import Observer
+from utils.ranks.start import start
 from utils.ranks.world import World
 
 
@@ -317,6 +320,28 @@ def test_ddp_flags_reach_ddp(tiny, monkeypatch):
     assert all(k["process_group"] == "a group" for k in seen)
 
 
+class FirstGradients(Observer):
+    """Keeps the gradients of the first step."""
+
+    def __init__(self):
+        self.kept = []
+
+    def begin(self, run):
+        run.state.optimizer.register_step_pre_hook(self.keep)
+
+    def keep(self, optimizer, *_):
+        self.kept = self.kept or [p.grad.clone() for p in optimizer.param_groups[0]["params"]]
+
+
+def train_and_keep(dtype, path, argv):
+    """Train; `path` gets the first step's gradients and the number of calls of DDP's `no_sync`."""
+    torch.set_default_dtype(getattr(torch, dtype))
+    observer, no_sync = FirstGradients(), DistributedDataParallel.no_sync
+    with mock.patch.object(DistributedDataParallel, "no_sync", autospec=True, side_effect=no_sync) as counted:
+        start(functools.partial(train.main, observers=[observer]), argv)
+    torch.save({"gradients": observer.kept, "no_sync": counted.call_count}, path)
+
+
 def serial_and_parallel(tmp_path, ranks, *flags, dtype="float32", iterations="20"):
     """Train on one rank and on several with the same global batch; return both folders and both first gradients."""
     folder = write_data(tmp_path, train={"2001": 30, "2002": 21})
@@ -324,7 +349,7 @@ def serial_and_parallel(tmp_path, ranks, *flags, dtype="float32", iterations="20
     for n in (1, ranks):
         argv = tiny_flags(folder, "--num_iters", iterations, "--residual", "--warmup", "5", *flags)
         grads = tmp_path / f"grads{n}.pt"
-        for result in run_ranks(n, [str(ROOT / "tests/chapters/dp_worker.py"), dtype, str(grads), *argv]):
+        for result in run_ranks(n, train_and_keep, dtype, grads, argv):
             assert result.returncode == 0, result.stderr
         results.append((run_folder(argv, f"{n}GPU"), torch.load(grads)))
     return results

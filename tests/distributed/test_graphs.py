@@ -19,6 +19,7 @@ from tests.distributed.recorded_graph import RecordedGraph
 from tests.helpers import ROOT, losses, norms, resume_here, run_folder, run_here, run_ranks, tiny_flags
 from utils.comm import Grid
 from utils.config.reader import load_config
+from utils.ranks.start import start
 
 WARMUP = 3
 
@@ -91,6 +92,12 @@ def test_fp16_overflows_skip_the_same_steps(tiny, monkeypatch, more):
     np.testing.assert_allclose(losses(graphed), losses(eager), rtol=1e-6)
 
 
+def eager_and_recorded(world, argv):
+    """Two runs, `eager` and `graph`."""
+    train_mp.main(world, [*(flag for flag in argv if flag != "--graph_optimizer"), "--run_num", "eager"])
+    graphs(world, [*argv, "--run_num", "graph", "--graph_warmup", "12"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, flags",
@@ -101,7 +108,7 @@ def test_fp16_overflows_skip_the_same_steps(tiny, monkeypatch, more):
 )
 def test_collectives_are_replayed_too(tiny, name, flags):
     argv = tiny_flags(tiny, *flags, "--device=cpu", "--num_iters=16", "--global_batch_size=4")
-    for done in run_ranks(4, ["-m", "tests.distributed.graphs_worker", *argv]):
+    for done in run_ranks(4, start, eager_and_recorded, argv):
         assert done.returncode == 0, done.stderr
     eager, graphed = (run_folder([*argv, "--run_num", run_num], name) for run_num in ("eager", "graph"))
     assert "CUDA graph of the step: recorded" in (graphed / "out.log").read_text()

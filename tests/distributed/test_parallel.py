@@ -1,17 +1,27 @@
 """Model parallelism: the grid, shards of tokens, mappings, and every grid against one process."""
 
 import itertools
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_mp
 from benchmarks.proof.cases import FULL_IMAGE, MODES
-from distributed.parallelize import check_parallel, parallelize, shard_tokens
+from distributed.parallelize import check_parallel, parallelize, shard_tokens, share_frames
 from networks.vit import MLP, Attention, Block, DropPath, ViT
+from tests.distributed.mapping_checks import (
+    check_forwards,
+    check_gathered_linear,
+    check_gradients,
+    check_graph,
+    check_slopes,
+    on_two_ranks,
+)
 from tests.helpers import (
     ROOT,
     clean_environment,
@@ -23,11 +33,14 @@ from tests.helpers import (
     tiny_flags,
     write_data,
 )
-from tests.proofs import mutate
 from utils.comm import Grid, rank_groups
 from utils.config.reader import load_config
+from utils.data.dataset import WeatherData
 from utils.data.frame_sharing import FrameSharing
+from utils.data.frames import FrameReader
 from utils.data.token_shard import TokenShard
+from utils.ranks.start import join
+from utils.ranks.world import find_world
 
 
 def test_groups_of_the_worked_example():
@@ -122,14 +135,13 @@ def test_a_parallel_model_keeps_what_the_serial_one_has(tiny):
 
 
 def test_mappings_on_two_ranks():
-    for done in run_ranks(2, [str(ROOT / "tests/distributed/mappings_worker.py")]):
+    for done in run_ranks(2, on_two_ranks, check_slopes, check_gradients, check_forwards, check_gathered_linear):
         assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_mappings_compile_into_one_graph(monkeypatch):
-    monkeypatch.setenv("COMPILE", "1")
-    for done in run_ranks(2, [str(ROOT / "tests/distributed/mappings_worker.py")]):
+def test_mappings_compile_into_one_graph():
+    for done in run_ranks(2, on_two_ranks, check_graph):
         assert done.returncode == 0, done.stderr
 
 
@@ -156,12 +168,6 @@ def test_every_grid_of_four_ranks_equals_one_process():
     command += ["--modes", *(mode for mode in MODES if mode != FULL_IMAGE and "compile" not in mode)]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "37 runs on 21 grids." in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("name", mutate.LISTS)
-def test_mutations_change_one_place_each(name):
-    for mutation in mutate.read(name):
-        assert (ROOT / mutation.file).read_text().count(mutation.old) == 1 and mutation.new != mutation.old, mutation
 
 
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):
@@ -240,14 +246,44 @@ def test_wrong_sizes_are_one_line_on_all_ranks(tmp_path, ranks, flags, words):
     assert not any(done.stderr for done in results[1:]) and not (tmp_path / "runs").exists()
 
 
+def share(folder, flags):
+    """One of 4 ranks: print "right" where its batches are those of one process, and the frames that it decoded."""
+    world = find_world(os.environ)
+    join(world)
+    argv = tiny_flags(folder, "--tensor_parallel", "2", "--context_parallel", "2", *flags)
+    config = load_config(argv, 2)[0].with_batches(1)
+    grid = Grid(world.size, world.rank, 2, 2)
+    grid.create_groups()
+    shard = shard_tokens(config, grid)
+    alone = WeatherData(config)
+
+    decoded, original = [], FrameReader.read
+    FrameReader.read = lambda self, *job: decoded.append(job[:2]) or original(self, *job)
+    data = WeatherData(config, tokens=shard, sharing=share_frames(config, grid))
+    right = True
+    for loader, whole in ((data.train_loader, alone.train_loader), (data.valid_loader, alone.valid_loader)):
+        batches = []
+        for batch in loader.epoch():
+            batches.append([x.clone() for x in data.to_device(batch)] + [batch.counts.clone()])
+        FrameReader.read, kept = original, FrameReader.read
+        for mine, batch in zip(batches, whole.epoch(), strict=True):
+            *expected, counts = *alone.to_device(batch), batch.counts
+            right &= torch.equal(mine[2], counts)
+            for got, field in zip(mine, expected):
+                right &= torch.equal(got, shard.cut(field[..., shard.rows.start : shard.rows.stop, :]))
+        FrameReader.read = kept
+    print("right" if right else "wrong", len(decoded))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("flags", [[], ["--no_sequence_parallel"], ["--global_batch_size", "3", "--dt", "2"]])
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_compressed_frames_are_decoded_once_in_a_group(tmp_path, flags, workers):
     """Chunks of whole frames: 4 ranks decode as many frames as one. (Those of other processes are not counted.)"""
     write_data(tmp_path, chunks=(1, 3, 17, 32), compression="gzip")
-    command = [str(ROOT / "tests/data/sharing_worker.py"), str(tmp_path), "--num_data_workers", workers, *flags]
     results = []
-    for done in run_ranks(4, command):
+    for done in run_ranks(4, share, tmp_path, ["--num_data_workers", workers, *flags]):
         assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
         results.append(done.stdout.split())
     assert [right for right, _ in results] == ["right"] * 4

@@ -10,11 +10,11 @@ import torch
 from torch.profiler import profile
 
 import train
-from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags, wait_until
+from tests.helpers import losses, records, run_folder, run_here, run_ranks, tiny_flags, wait_until
+from tests.measure.slowed import run_slowed
 from utils.errors import Ended
 from utils.measure import costs as run_costs
-from utils.measure import machine as system_watch
-from utils.measure import profiles, step_profile
+from utils.measure import machine, profiles, step_profile
 from utils.measure.costs import RunCosts
 from utils.measure.machine import SystemWatch
 from utils.measure.step_profile import StepProfiler
@@ -60,7 +60,7 @@ def test_training_goes_on_without_what_fails(tiny, monkeypatch, owner, name, err
 
 def test_a_rank_whose_profile_fails_holds_up_nobody(tiny):
     argv = tiny_flags(tiny, "--report", "--checkpoint_every", "None")
-    results = run_ranks(2, [str(ROOT / "tests/measure/verdict_worker.py"), "no profile of rank 0", "train.py", *argv])
+    results = run_ranks(2, run_slowed, "no profile of rank 0", "train.py", argv)
     assert [done.returncode for done in results] == [0, 0], results[0].stderr
     report = json.loads((run_folder(argv, "2GPU") / "report/report.json").read_text())
     assert "operators" not in report and "verdict" in report
@@ -146,9 +146,9 @@ def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
         asked.append(device)
         raise RuntimeError("NVML: not supported")
 
-    monkeypatch.setattr(system_watch, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": power})
+    monkeypatch.setattr(machine, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": power})
     monkeypatch.setattr(psutil, "net_io_counters", lambda pernic: {"lo": None})
-    monkeypatch.setattr(system_watch, "INTERVAL", 0.01)
+    monkeypatch.setattr(machine, "INTERVAL", 0.01)
     watch = SystemWatch(torch.device("cuda"))
     wait_until(lambda: len(watch.samples["gpu_use"]) > 2)
     found = watch.take()
@@ -157,21 +157,21 @@ def test_a_figure_that_cannot_be_known_is_left_out(monkeypatch):
 
 
 def test_an_epoch_shorter_than_a_look_has_the_one_before(monkeypatch):
-    monkeypatch.setattr(system_watch, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": lambda device: 100.0})
+    monkeypatch.setattr(machine, "GPU", {"gpu_use": lambda device: 0.5, "gpu_watts": lambda device: 100.0})
     watch = SystemWatch(torch.device("cuda"))
     wait_until(lambda: "gpu_watts" in watch.newest)
     found = [watch.take() for _ in range(3)]
     watch.close()
     assert all(one["gpu_use"] == 0.5 and one["joules"] == 100 * one["seconds"] for one in found)
-    monkeypatch.setattr(system_watch, "INTERVAL", 0.01)
+    monkeypatch.setattr(machine, "INTERVAL", 0.01)
     time.sleep(0.1)
     assert "gpu_use" not in watch.take()  # a driver that has stopped to answer
 
 
 def test_energy(tiny, monkeypatch):
     """Watts over time are joules, and those of all ranks go over the samples."""
-    monkeypatch.setattr(system_watch, "GPU", {"gpu_watts": lambda device: 200.0})
-    monkeypatch.setattr(system_watch, "INTERVAL", 0.01)
+    monkeypatch.setattr(machine, "GPU", {"gpu_watts": lambda device: 200.0})
+    monkeypatch.setattr(machine, "INTERVAL", 0.01)
     watch = SystemWatch(torch.device("cuda"))
     wait_until(lambda: "gpu_watts" in watch.newest)
     found = watch.take()

@@ -1,19 +1,25 @@
 """Where the time goes: each moment belongs to one part, and the parts add up to the whole."""
 
 import csv
+import functools
+import importlib
 import json
 import re
 import time
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train
-from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
-from utils import spans as timeline
+from distributed import mappings
+from tests.helpers import losses, records, run_folder, run_here, run_ranks, tiny_flags
+from utils import spans
 from utils.errors import Ended
 from utils.measure import time_table as time_report
+from utils.ranks.start import start
 from utils.spans import Timeline, span
 
 
@@ -23,7 +29,7 @@ def clock(monkeypatch):
     seconds = iter(range(1000))
     monkeypatch.setattr(Timeline, "_now", lambda self: float(next(seconds)))
     found = Timeline(torch.device("cpu"))
-    monkeypatch.setattr(timeline, "timeline", found)
+    monkeypatch.setattr(spans, "timeline", found)
     return found
 
 
@@ -125,7 +131,7 @@ def test_the_times_of_a_run_add_up(tiny):
     events = check_times(folder, epochs=[1, 2, 3])
     for part in ("data wait", "forward", "backward", "optimizer", "validation", "checkpoint", "logging"):
         assert all(event["seconds"][part] > 0 for event in events), part
-    assert timeline.timeline is None
+    assert spans.timeline is None
 
 
 def test_the_times_of_a_run_that_goes_on(tiny):
@@ -156,6 +162,34 @@ def slowly(world, argv):
         train.main(world, argv)
 
 
+def count_collectives(script, argv):
+    """Run a script, and print as JSON in which part of the timeline each collective began that its thread waits for.
+
+    (Of those that PyTorch's functions start; DDP has its own.) And how many gradients the timeline was told of.
+    """
+    parts = Counter()
+
+    def counted(collective):
+        @functools.wraps(collective)
+        def call(*args, **kwargs):
+            if spans.timeline is not None and not kwargs.get("async_op"):
+                parts[spans.timeline.parts[-1]] += 1
+            return collective(*args, **kwargs)
+
+        return call
+
+    for owner, names in (
+        (dist, ("all_reduce", "all_to_all_single")),
+        (mappings, ("all_gather_single", "reduce_scatter_single")),
+    ):
+        for name in names:
+            setattr(owner, name, counted(getattr(owner, name)))
+    told = Timeline.gradient_is_there
+    with mock.patch.object(Timeline, "gradient_is_there", autospec=True, side_effect=told) as gradients:
+        start(importlib.import_module(script.removesuffix(".py")).main, argv)
+    print(json.dumps({"parts": parts, "gradients": gradients.call_count}))
+
+
 @pytest.mark.parametrize(
     "script, flags, name, gradients",  # of 30 parameters in 6 steps; DDP settles its buckets with one pass more
     [
@@ -168,8 +202,7 @@ def test_all_that_a_step_sends_is_communication(tiny, script, flags, name, gradi
     argv = tiny_flags(tiny, "--num_iters", "6", *flags)
     folders = []
     for run_num, more in (("plain", []), ("report", ["--report"])):
-        command = [str(ROOT / "tests/measure/timeline_worker.py"), script, *argv, "--run_num", run_num, *more]
-        results = run_ranks(2, command)
+        results = run_ranks(2, count_collectives, script, [*argv, "--run_num", run_num, *more])
         assert [done.returncode for done in results] == [0, 0], results[0].stderr
         folders.append(run_folder([*argv, "--run_num", run_num], name))
     for done in results:

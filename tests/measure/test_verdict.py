@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from networks.vit import ViT
-from tests.helpers import ROOT, run_folder, run_here, run_ranks, tiny_flags
+from tests.helpers import run_folder, run_here, run_ranks, tiny_flags
+from tests.measure.slowed import run_slowed
 from utils.config.settings import Config
 from utils.device import has_bf16
 from utils.measure.advice import CONDITIONS, table, tables
@@ -42,7 +43,7 @@ many = partial(pytest.param, marks=pytest.mark.slow)
 )
 def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):
     argv = tiny_flags(tiny, *flags)
-    results = run_ranks(ranks, [str(ROOT / "tests/measure/verdict_worker.py"), case, script, *argv])
+    results = run_ranks(ranks, run_slowed, case, script, argv)
     assert [done.returncode for done in results] == [0] * ranks, results[0].stderr
     folder = run_folder(argv, f"{ranks}MP" if script == "train_mp.py" else f"{ranks}GPU")
     text = json.loads((folder / "report/report.json").read_text())["verdict"]

@@ -113,7 +113,8 @@ combinations: $(READY)
 
 # Every fault on every grid, and every grid after another one: about 6 minutes. Random interruptions: about 15.
 faults: $(TOOLS)
-	$(PYTHON) tests/proofs/fault_matrix.py --report docs/faults.md
+	$(PYTHON) tests/proofs/fault_matrix.py --json benchmarks/results/faults.json
+	$(PYTHON) docs/make.py
 
 soak: $(TOOLS)
 	$(PYTHON) tests/proofs/soak.py

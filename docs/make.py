@@ -6,6 +6,7 @@
 Where a figure's mark began a line, Markdown would end the paragraph there.
 """
 
+import csv
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import certificate, combinations, ladder_report, loader, simulate, step  # noqa: E402
 from docs.figures import roofline  # noqa: E402
 from utils.measure import advice  # noqa: E402
+from utils.measure.tables import markdown  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKED = re.compile(r"<!-- (from|figure): (.+?) -->(.*?)<!-- end -->", re.S)
@@ -58,6 +60,44 @@ def checkpoint_table() -> str:
     return "\n".join(lines)
 
 
+def era5_skill() -> str:
+    """Return chapter 6's table of real weather: RMSE by lead time, the model's with its interval."""
+    with (ROOT / "docs/era5_djf/skill.csv").open() as file:
+        found = {
+            (row["source"], row["channel"], int(float(row["lead_hours"])), row["score"]): row
+            for row in csv.DictReader(file)
+            if row["weighting"] == "cos"
+        }
+    channels = {"msl": ("pressure [Pa]", 1, ".0f"), "vo850": ("vorticity [1e-6 s-1]", 1e6, ".1f")}
+    head = ["hours"]
+    for title, *_ in channels.values():
+        head += [f"{title}: persistence", "model", "ratio", "climatology"]
+    rows = []
+    for hours in (6, 24, 48, 72, 96, 120):
+        rows.append([str(hours)])
+        for channel, (_, scale, form) in channels.items():
+            for source, score in (
+                ("persistence", "rmse"), ("model", "rmse"), ("model", "rmse_over_persistence"), ("climatology", "rmse"),
+            ):  # fmt: skip
+                row = found[source, channel, hours, score]
+                factor, kind = (scale, form) if score == "rmse" else (1, ".2f")
+                value, low, high = (format(factor * float(row[name]), kind) for name in ("value", "low", "high"))
+                rows[-1].append(f"{value} ({low} to {high})" if source == "model" else value)
+    return markdown(head, rows)
+
+
+def fault_table() -> str:
+    """Return what each fault left on each grid."""
+    rows = record("faults")["faults"]
+    return markdown(["fault", *next(iter(rows.values()))], ([fault, *row.values()] for fault, row in rows.items()))
+
+
+def grid_table() -> str:
+    """Return how far a run that moved to another grid is from one process."""
+    rows = record("faults")["grids"]
+    return markdown(["grid", "float64", "float32"], ([grid, *(f"{x:.1e}" for x in row)] for grid, row in rows.items()))
+
+
 def verdict() -> str:
     """Return how docs/example_logs/make.py's first run ended."""
     return "> " + json.loads((ROOT / "docs/example_logs/float32/report/report.json").read_text())["verdict"]
@@ -71,6 +111,9 @@ TABLES = {
     "certificate.modes": lambda: certificate.table(record("certificate")["modes"]),
     "certificate.summary": lambda: record("certificate")["summary"] + ".",
     "checkpoint.table": checkpoint_table,
+    "era5.skill": era5_skill,
+    "faults.faults": fault_table,
+    "faults.grids": grid_table,
     "combinations.bounds": lambda: ", ".join(f"{x:.0e} ({amp})" for amp, (x, _) in combinations.BOUNDS.items()) + ".",
     "combinations.table": lambda: combinations.table(measured("combinations")[0]),
     "loader.table": lambda: loader.table(*measured("loader")),

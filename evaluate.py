@@ -37,7 +37,7 @@ def rollout(
     frames = data.read(numbers)
     initial = next(frames)
     persistence = data.persistence(initial)  # a copy: the next line changes `initial`
-    states = dict.fromkeys(models, data.normalised(initial))
+    states = dict.fromkeys(models, data.normalise(initial))
     for truth in frames:
         forecasts = {"persistence": persistence}
         for name, model in models.items():

@@ -56,7 +56,7 @@ def clean_up() -> None:
     torch.compiler.reset()
 
 
-def tests(figures: Figures, kernels: dict) -> None:
+def tests(figures: Figures) -> None:
     """Run the GPU's tests; the record has the numbers of those that passed, failed and were skipped."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", "--show-capture=no", "--tb=short"]
     files = sorted(str(path) for path in (ROOT / "tests/gpu").glob("test_*.py"))
@@ -69,7 +69,9 @@ def tests(figures: Figures, kernels: dict) -> None:
             figures[f"tests {word}"] = int(count)
 
 
-def steps(figures: Figures, kernels: dict) -> None:
+def steps(figures: Figures) -> dict[str, list[dict]]:
+    """Time the steps of each section; return their kernels."""
+    kernels = {}
     for section, flags in SECTIONS.items():
         for case, more in CASES.items():
             name = f"{section}, {case}"
@@ -80,9 +82,10 @@ def steps(figures: Figures, kernels: dict) -> None:
             kernels[name] = found["bench"].kernels(12)
             del found
             clean_up()
+    return kernels
 
 
-def graphs(figures: Figures, kernels: dict) -> None:
+def graphs(figures: Figures) -> None:
     """Time the step and the update as they are, recorded, and by compile_mode reduce-overhead; compare the losses."""
     small = ["--config=base", "--local_batch_size=1"]  # short kernels: here the host is the limit
     modes = {
@@ -122,7 +125,7 @@ def graphs(figures: Figures, kernels: dict) -> None:
             clean_up()
 
 
-def attention_kernels(figures: Figures, kernels: dict) -> None:
+def attention_kernels(figures: Figures) -> None:
     """Time attention alone, forward and backward, at the shapes of `base` and `mp`; errors against float32."""
     for heads, d, tokens in ((8, 48, 4050), (8, 128, 4050), (8, 128, 1013), (8, 128, 16200)):
         batch = max(1, 16 * 4050 // tokens // (1 if d == 48 else 2))
@@ -163,7 +166,7 @@ def attention_kernels(figures: Figures, kernels: dict) -> None:
             figures[f"{name}: tflop_per_sec"] = 12 * batch * heads * tokens**2 * d / figures[f"{name}: ms"] / 1e9
 
 
-def memory(figures: Figures, kernels: dict) -> None:
+def memory(figures: Figures) -> None:
     """Measure the allocator's peak and the step's time with each way to save memory."""
     for section, flags in SECTIONS.items():
         for saver, more in SAVERS.items():
@@ -179,7 +182,7 @@ def memory(figures: Figures, kernels: dict) -> None:
             clean_up()
 
 
-def loader(figures: Figures, kernels: dict) -> None:
+def loader(figures: Figures) -> None:
     """Measure the loop of `base` in bf16 with each way to read, over the same step fed from memory."""
     ways = {
         "in the loop": [], "1 worker": ["--num_data_workers=1"], "4 workers": ["--num_data_workers=4"],
@@ -218,7 +221,7 @@ def loader(figures: Figures, kernels: dict) -> None:
     clean_up()
 
 
-def checkpoints(figures: Figures, kernels: dict) -> None:
+def checkpoints(figures: Figures) -> None:
     """Save and load `mp` while it trains: the stall on the device's timeline."""
     join(World())
     bench = Bench([*SECTIONS["mp"], *PLAIN, "--amp_mode=bf16", "--enable_fused"])
@@ -232,7 +235,7 @@ def checkpoints(figures: Figures, kernels: dict) -> None:
     clean_up()
 
 
-def observers(figures: Figures, kernels: dict) -> None:
+def observers(figures: Figures) -> None:
     """Measure what the report costs."""
     join(World())
     for section, flags in SECTIONS.items():
@@ -256,12 +259,11 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_suite.py: torch sees no GPU here; benchmarks/step.py runs on a CPU")
-    figures = Figures()
-    kernels: dict[str, list[dict]] = {}
+    figures, kernels = Figures(), {}
     for name, part in PARTS.items():
         if name not in args.skip:
             start = time.perf_counter()
-            part(figures, kernels)
+            kernels |= part(figures) or {}
             figures[f"{name}: seconds"] = time.perf_counter() - start
             write_record(args.json, figures, figures.spread, kernels=kernels)
 

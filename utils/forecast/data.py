@@ -40,7 +40,7 @@ class ForecastData:
         files = self.files = Files.open(config.inf_data_path, "check --data_dir or --inf_data_path")
         fields = Fields.open(config, files)
         self.config, self.device, self.fields = config, device, fields
-        self.normalise, _ = normalisers(fields, device, config.enable_jit)
+        self.normalise, _ = normalisers(fields, device, config.enable_jit)  # in place
         self._compare((info or {}).get("data", {}))
         self.steps = round(settings.lead_hours / fields.step_hours)
         if self.steps < 1 or not math.isclose(self.steps * fields.step_hours, settings.lead_hours, rel_tol=1e-4):
@@ -141,10 +141,6 @@ class ForecastData:
                 f"mend the file, or leave it out"
             )
         return frame
-
-    def normalised(self, raw: Tensor) -> Tensor:
-        """Return initial states as the model reads them, [B, C_in, H, W]; in place."""
-        return self.normalise(raw)
 
     def persistence(self, raw: Tensor) -> Tensor:
         """Return initial states as a forecast, [B, C_out, H, W]: nothing changes. NaN for what is no input."""

@@ -99,7 +99,10 @@ def activities(device: torch.device) -> list[ProfilerActivity]:
 
 
 def read_trace(events: list[Event], device_type: str, before: Storages) -> StepProfile:
-    """Return what a trace tells of a step; `before` are the storages known at its start."""
+    """Return what a trace tells of a step; `before` are the storages known at its start.
+
+    (`key_averages()` counts the empty calls, too, and gives memory to `aten::empty`, not to the operator that asked.)
+    """
     spans = sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["ts"], -e["dur"]))
     annotations = [e for e in spans if e.get("cat") == "user_annotation"]
     (empty,) = (e for e in annotations if e["name"] == EMPTY)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import train
 from distributed import mappings
 from networks.vit import Block
+from utils.config.settings import Config
 from utils.data.dataset import WeatherData
 from utils.data.frames import FrameReader
 from utils.measure.step_profile import StepProfiler
@@ -43,9 +44,16 @@ def reduce_slowly(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return dist.all_reduce(mean, async_op=True).get_future().then(late)
 
 
+def send_slowly(model: torch.nn.Module, config: Config) -> torch.nn.Module:
+    """Wrap a model as train.py does, and reduce its gradients slowly."""
+    model = train.data_parallel(model, config)
+    model.register_comm_hook(None, reduce_slowly)
+    return model
+
+
 def run_slowed(case, script, argv):
     """Run a script as one rank, with what `case` names."""
-    is_last = os.environ["RANK"] == "1"
+    main, is_last = importlib.import_module(script.removesuffix(".py")).main, os.environ["RANK"] == "1"
     if case == "slow disk" or (case == "slow disk of rank 1" and is_last):
         slowed(FrameReader, "read")
     elif case == "slow copies":
@@ -59,17 +67,10 @@ def run_slowed(case, script, argv):
     elif case == "slow all-reduce":
         slowed(dist, "all_reduce", 0.01)
     elif case == "slow gradients":
-        original = train.data_parallel
-
-        def data_parallel(*args):
-            model = original(*args)
-            model.register_comm_hook(None, reduce_slowly)
-            return model
-
-        train.data_parallel = data_parallel
+        main = functools.partial(main, wrap=send_slowly)
     elif case == "no profile of rank 0" and not is_last:
         del StepProfiler.start
     elif case == "slow collectives":
         for name in ("all_gather_single", "reduce_scatter_single"):
             slowed(mappings, name)
-    start(importlib.import_module(script.removesuffix(".py")).main, argv)
+    start(main, argv)

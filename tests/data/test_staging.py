@@ -2,13 +2,17 @@
 
 import os
 import shutil
+import subprocess
+import sys
+import threading
+import time
 from collections import namedtuple
 
 import h5py
 import pytest
 
 from tests.data.test_data_loader import weather
-from tests.helpers import ROOT, losses, run_folder, run_here, run_ranks, tiny_flags
+from tests.helpers import ROOT, losses, run_folder, run_here, run_ranks, tiny_flags, wait_until
 from utils.data import staging
 
 
@@ -57,6 +61,25 @@ def test_four_ranks_share_the_copying(tiny, tmp_path):
     assert losses(run_folder(flags, "4GPU")) == pytest.approx(
         losses(run_here(tiny_flags(tiny, "--num_iters", "2"))), 2e-6
     )
+
+
+def test_a_file_that_another_process_copies_is_waited_for(tiny, tmp_path, monkeypatch):
+    copied, original = [], staging._copy
+    monkeypatch.setattr(staging, "_copy", lambda a, b, progress: copied.append(a.name) or original(a, b, progress))
+    second = (tmp_path / "node").joinpath(*(tiny / "train/2002.h5").parts[1:])
+    second.parent.mkdir(parents=True)
+    hold = "import sys, pathlib; from utils.files import lock; held = lock(pathlib.Path(sys.argv[1])); print(); input()"
+    command, pipe = [sys.executable, "-uc", hold, f"{second}.lock"], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as other:
+        other.stdout.readline()
+        here = threading.Thread(target=weather, args=(tiny, "--stage_dir", str(tmp_path / "node")))
+        here.start()
+        wait_until(lambda: copied)
+        time.sleep(0.3)
+        assert copied == ["2001.h5"]
+        other.communicate("\n")
+    here.join()
+    assert copied == ["2001.h5", "2002.h5", "2003.h5"]
 
 
 def test_a_copy_that_fails_leaves_nothing_and_is_repeated(tiny, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
     python tests/readme_commands.py [ITERATIONS]      no run is longer than this many, but those that stop and go on
 
 Blocks that begin with `# on a cluster`, `# on a GPU` or `# by hand` are left out: they need Slurm, a GPU, or a person.
+The first chapter's run beside the others': most of a short run is its start, which takes one core.
 """
 
 import os
@@ -10,6 +11,8 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,11 +37,12 @@ def shortened(command: str, iterations: int) -> str:
     return re.sub(r"(?<=--num_iters )\d+", lambda found: str(min(int(found[0]), iterations)), command)
 
 
-def main(iterations: int | None = None) -> int:
+def run(pages: list[Path], iterations: int | None) -> bool:
+    """Run the commands of some pages, one after another; return whether all succeeded."""
     # `python` and `torchrun` of the pages are those of the environment that runs this.
     here = str(Path(sys.executable).parent)
     env = {**os.environ, "PATH": here + os.pathsep + os.environ["PATH"]}
-    for command in commands("".join(page.read_text() for page in PAGES)):
+    for command in commands("".join(page.read_text() for page in pages)):
         if command.startswith(("make ", "git ", "cd ", "source ")):
             continue  # CI calls make itself, in a clone of its own
         if "era5_djf" in command and not ERA5.exists():
@@ -47,14 +51,17 @@ def main(iterations: int | None = None) -> int:
         if iterations:
             command = shortened(command, iterations)
         start = time.perf_counter()
-        print(f"$ {command}", flush=True)
         done = subprocess.run(command, shell=True, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        print(f"$ {command}\n  {time.perf_counter() - start:.0f} s", flush=True)
         if done.returncode != 0:
-            print(done.stdout + done.stderr)
-            print(f"this command ended with code {done.returncode}: {command}")
-            return 1
-        print(f"  {time.perf_counter() - start:.0f} s", flush=True)
-    return 0
+            print(f"{done.stdout}{done.stderr}\nthis command ended with code {done.returncode}: {command}", flush=True)
+            return False
+    return True
+
+
+def main(iterations: int | None = None) -> int:
+    with ThreadPoolExecutor() as pool:
+        return 0 if all([*pool.map(partial(run, iterations=iterations), [PAGES[:2], PAGES[2:]])]) else 1
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def test_no_figure_is_untied():
     marks = [mark for page in make.PAGES for mark in make.MARKED.findall(page.read_text())]
     tables = [name for kind, name, _ in marks if kind == "from"]
     assert sorted(tables) == sorted([*make.TABLES, "ladder_demo", "ladder_base"])
-    assert sum(kind == "figure" for kind, *_ in marks) >= 24
+    assert sum(kind == "figure" for kind, *_ in marks) >= 32
 
 
 def test_what_a_record_says_is_written():

@@ -1,7 +1,10 @@
 """What looks at a run never ends it: whatever fails there is a warning."""
 
 import json
+import os
+import signal
 import time
+from functools import partial
 from unittest import mock
 
 import psutil
@@ -19,6 +22,7 @@ from utils.measure.costs import RunCosts
 from utils.measure.machine import SystemWatch
 from utils.measure.step_profile import StepProfiler
 from utils.measure.traces import TorchProfile
+from utils.observers import Observer
 from utils.ranks.stop import StopRequests
 
 FULL = OSError(28, "No space left on device")
@@ -120,13 +124,21 @@ def test_short_runs(tiny, flags):
     assert sum(row["iterations"] for row in report["time"] if row["part"] == "setup") == steps
 
 
+class Told(Observer):
+    """Told to stop between an epoch and its validation, which has several batches."""
+
+    def after_training(self, record):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_a_run_that_only_validates(tiny):
-    """It was stopped between an epoch and its validation: nothing of this process is training."""
-    argv = tiny_flags(tiny, "--report", "--num_iters", "2")
-    with mock.patch("utils.run.run.Run.after_epoch", failing(Ended(75))), pytest.raises(Ended):
-        run_here([*argv, "--checkpoint_every", "1"])
-    folder = run_here([*argv, "--resume", "auto", "--checkpoint_every", "1"])
+    """Nothing of this process is training."""
+    argv = tiny_flags(tiny, "--report", "--num_iters", "10", "--global_batch_size", "2")
+    with pytest.raises(Ended):
+        run_here(argv, partial(train.main, observers=[Told()]))
+    folder = run_here([*argv, "--resume", "auto"])
     assert "DONE ---- rank 0" in (folder / "out.log").read_text()
+    assert records(folder, "resume")[0]["iteration"] == 10 and records(folder, "time")[-1]["iterations"] == 0
 
 
 def test_the_time_of_profiles_is_no_training(tiny, monkeypatch):

@@ -27,16 +27,17 @@ from utils.run.setup import prepare
 
 @torch.no_grad()
 def rollout(
-    models: dict[str, nn.Module], data: ForecastData, config: Config
+    models: dict[str, nn.Module], data: ForecastData, numbers: list[int], config: Config
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield, for each lead time, the truth and the forecasts of persistence and of each model, [B C H W] in units.
 
-    They are those of the next batch of initial times that `data` reads.
+    Args:
+        numbers: of the forecasts, by their initial times.
     """
-    frames = data.read()
+    frames = data.read(numbers)
     initial = next(frames)
-    persistence = data.persistence(initial)
-    states = dict.fromkeys(models, data.normalise(initial.clone()))  # a frame is valid until the next one comes
+    persistence = data.persistence(initial)  # a copy: the next line changes `initial`
+    states = dict.fromkeys(models, data.normalise(initial))
     for truth in frames:
         forecasts = {"persistence": persistence}
         for name, model in models.items():
@@ -59,7 +60,7 @@ def main(world: World, argv: list[str]) -> None:
                 compile_modules(model, config.compile_modules, config.compile_mode)
     with EvaluationRun(settings, config, info, data, list(models), world, remarks) as run:
         for numbers in run.batches():
-            run.judge.keep(numbers, rollout(models, data, config))
+            run.judge.keep(numbers, rollout(models, data, numbers, config))
         run.finish()
 
 

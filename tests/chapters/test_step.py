@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import step
 from benchmarks.harness.bench import REFERENCE, Bench
 from benchmarks.harness.memory import LiveMemory, mlp_peak
 from networks.vit import ViT
@@ -85,3 +86,10 @@ def test_saving_memory_changes_no_gradient(savers, dropout):
         results.append([y, validated, *(p.grad for p in model.parameters())])
     for plain, saved in zip(*results):
         torch.testing.assert_close(plain, saved, rtol=1e-12, atol=1e-12 * plain.abs().max().item())
+
+
+def test_each_round_has_a_peak_of_its_own(monkeypatch):
+    """A run measures it once, a benchmark in each round: the machine may have slowed down."""
+    monkeypatch.setattr(step, "STEPS", 1)
+    (found,) = step.compare({"one": SMALL}).values()
+    assert len(set(found["peaks"])) == step.ROUNDS == len(found["rounds"])

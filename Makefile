@@ -96,6 +96,8 @@ benchmark: data/demo $(TOOLS)
 	$(PYTHON) benchmarks/loader.py --json benchmarks/results/loader.json
 	$(PYTHON) benchmarks/checkpoint.py --json benchmarks/results/checkpoint.json
 	$(PYTHON) benchmarks/observers.py --json benchmarks/results/observers.json
+	$(PYTHON) benchmarks/evaluation.py --json benchmarks/results/evaluation.json
+	$(PYTHON) benchmarks/startup.py --json benchmarks/results/startup.json
 
 # Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 12 minutes on 2 cores.
 certificate: $(READY)

@@ -27,17 +27,16 @@ from utils.run.setup import prepare
 
 @torch.no_grad()
 def rollout(
-    models: dict[str, nn.Module], data: ForecastData, numbers: list[int], config: Config
+    models: dict[str, nn.Module], data: ForecastData, config: Config
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield, for each lead time, the truth and the forecasts of persistence and of each model, [B C H W] in units.
 
-    Args:
-        numbers: of the forecasts, by their initial times.
+    They are those of the next batch of initial times that `data` reads.
     """
-    frames = data.read(numbers)
+    frames = data.read()
     initial = next(frames)
-    persistence = data.persistence(initial)  # a copy: the next line changes `initial`
-    states = dict.fromkeys(models, data.normalise(initial))
+    persistence = data.persistence(initial)
+    states = dict.fromkeys(models, data.normalise(initial.clone()))  # a frame is valid until the next one comes
     for truth in frames:
         forecasts = {"persistence": persistence}
         for name, model in models.items():
@@ -60,7 +59,7 @@ def main(world: World, argv: list[str]) -> None:
                 compile_modules(model, config.compile_modules, config.compile_mode)
     with EvaluationRun(settings, config, info, data, list(models), world, remarks) as run:
         for numbers in run.batches():
-            run.judge.keep(numbers, rollout(models, data, numbers, config))
+            run.judge.keep(numbers, rollout(models, data, config))
         run.finish()
 
 

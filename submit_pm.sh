@@ -79,8 +79,8 @@ shifter)
 podman-hpc)
     # The container does not see the job's environment unless told to.
     container=(podman-hpc run --rm --workdir="$PWD" --volume="$PWD:$PWD" "${extra[@]}")
-    for name in 'SLURM_*' 'NCCL_*' 'FI_*' 'HDF5_*' 'OMP_*' 'TORCH*' NVIDIA_TF32_OVERRIDE ENABLE_PROFILING \
-        NSYS_OUTPUT; do
+    for name in 'SLURM_*' 'NCCL_*' 'GLOO_*' 'FI_*' 'HDF5_*' 'OMP_*' 'TORCH*' 'PYTORCH_*' NVIDIA_TF32_OVERRIDE \
+        ENABLE_PROFILING NSYS_OUTPUT; do
         container+=(--env="$name")
     done
     volume=--volume

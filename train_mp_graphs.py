@@ -7,7 +7,6 @@ New in this chapter: a step is recorded after some iterations, all its kernels a
 (distributed/graphs.py). The model, its step and the loop are those of chapters 1 and 2.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,8 +27,6 @@ from utils.run.run import Run
 def prepare(config: Config, grid: Grid, device: torch.device) -> None:
     """Refuse what cannot be recorded. From here on nothing runs on the default stream, which cannot be recorded."""
     check_capture(config, grid, device)
-    # NCCL would register the graph's buffers, which fails where memory lies in segments that can grow.
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     torch.cuda.set_stream(torch.cuda.Stream(device))
 
 

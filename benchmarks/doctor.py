@@ -13,8 +13,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +60,9 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
         without = measure_collectives(flags, nproc, NCCL_P2P_DISABLE="1")["groups"]
     together = set().union(*cores)
     own = len(together) == sum(map(len, cores))
+    for network in measured["networks"]:
+        slow = network == "Socket" and spread(nproc)[0] > 1
+        yield Line(f"NCCL's network between nodes: {network}", finding("network") if slow else None)
     yield Line(f"ranks {'have cores of their own' if own else 'share their cores'}: {len(together)} on this node")
     for group in dict.fromkeys(name.split()[0] for name in found):
         speeds = {kind: found[f"{group} {kind}"]["gb_per_sec"] for kind in ("all_reduce", "all_gather")}
@@ -81,15 +86,19 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
 
 
 def measure_collectives(flags: list[str], nproc: int, **env: str) -> dict[str, Any]:
-    """Return what the ranks reach: the JSON of collectives.py."""
+    """Return what the ranks reach: the JSON of collectives.py, and the networks that NCCL took on this node."""
     command, here = launch(str(ROOT / "benchmarks/collectives.py"), nproc)
-    try:
-        code, found, errors = call([*command, *flags], {**here, **env}, limit=300)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"collectives of {nproc} ranks took over 5 minutes: can they reach each other?") from None
-    if code:
-        raise ValueError(reason(errors))
-    return json.loads(next(line for line in reversed(found.splitlines()) if line.startswith("{")))
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": f"{folder}/%h.%p"}
+        try:
+            code, found, errors = call([*command, *flags], {**here, **told, **env}, limit=300)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"collectives of {nproc} ranks took over 5 minutes: can they reach each other?") from None
+        if code:
+            raise ValueError(reason(errors))
+        lines = "".join(path.read_text() for path in Path(folder).iterdir())
+    measured = json.loads(next(line for line in reversed(found.splitlines()) if line.startswith("{")))
+    return {**measured, "networks": sorted(set(re.findall(r"Using network (.+)", lines)))}
 
 
 def storage(data: WeatherData, needed: float) -> Iterator[Line]:
@@ -216,7 +225,7 @@ def main(argv: list[str]) -> None:
     except (ValueError, OSError) as error:
         data = None
         show("Data", iter([Line(str(error), "the rest needs them")]))
-    show("Limits", limits(data))
+    show("Limits", limits(data, args.nproc))
     if data:
         # A step computes three times the forward pass's operations.
         with torch.device("meta"):

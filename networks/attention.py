@@ -18,6 +18,7 @@ BACKENDS = {
 }
 # On a CPU, in 16 bits, plain matrix products are faster up to about this many keys.
 MATH_KEYS = 1024
+CUDNN_MENDED = 92600  # 9.26: before it, its gradients may be NaN on Hopper where the last 128 keys are half full
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str, dropout: float) -> Tensor:
@@ -43,17 +44,34 @@ def pick_attention(
     On Hopper GPUs cuDNN's kernel is reported to be ahead of flash (PyTorch's own choice), on Ampere behind it.
 
     Raises ValueError where the device, the dtype (None: the default one), the head size or dropout is not one that the
-    kernel takes.
+    kernel takes, and for cuDNN where its gradients may be NaN.
     """
     if device is None:
         return name
     if name != "auto":
         check_attention(name, head_dim, device, dtype, dropout)
+        if name == "cudnn" and has_cudnn_fault(tokens, device):
+            raise ValueError(
+                f"attention 'cudnn' of {tokens} tokens: cuDNN before 9.26 may give gradients that are NaN on Hopper "
+                f"GPUs where tokens % 128 is 64 (pytorch issue 196678): take --attention auto"
+            )
         return name
     if device.type == "cpu":
         return "math" if dtype in (torch.bfloat16, torch.float16) and tokens < MATH_KEYS else "auto"
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-    return "cudnn" if is_hopper and _runs("cudnn", tokens, head_dim, device, dtype, dropout) else "auto"
+    if not is_hopper(device):
+        return "auto"
+    # Where cuDNN's must not be taken, its name is not left to PyTorch's own choice either.
+    kernels = ("flash", "efficient") if has_cudnn_fault(tokens, device) else ("cudnn",)
+    return next((kernel for kernel in kernels if _runs(kernel, tokens, head_dim, device, dtype, dropout)), "auto")
+
+
+def is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def has_cudnn_fault(tokens: int, device: torch.device) -> bool:
+    """Return whether cuDNN's kernel may give NaN for so many keys (pytorch issue 196678, cudnn-frontend 628)."""
+    return is_hopper(device) and tokens % 128 == 64 and (torch.backends.cudnn.version() or 0) < CUDNN_MENDED
 
 
 def check_attention(

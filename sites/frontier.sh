@@ -19,6 +19,7 @@ else
     module load PrgEnv-gnu rocm craype-accel-amd-gfx90a
     # RCCL reaches Slingshot through aws-ofi-rccl, which users build; put its lib folder on LD_LIBRARY_PATH.
     export NCCL_SOCKET_IFNAME=hsn0
+    export GLOO_SOCKET_IFNAME=hsn0 # what ranks tell each other beside tensors
     export NCCL_NET_GDR_LEVEL=3
     export NCCL_CROSS_NIC=1
     export FI_MR_CACHE_MONITOR=kdreg2

@@ -19,7 +19,12 @@ else
     export TASKS_PER_NODE=4
     export SLURM_CPU_BIND=cores
     export SLURM_GPU_BIND=none              # every task sees the job's GPUs, which NCCL wants for NVLink
-    export FI_MR_CACHE_MONITOR=userfaultfd  # the default monitor can deadlock with NCCL on Slingshot
+    # NCCL on Slingshot, as CSCS's documentation has it for the same network (docs.cscs.ch, Communication, NCCL).
+    export FI_MR_CACHE_MONITOR=userfaultfd  # the default monitor can deadlock with NCCL
+    export FI_CXI_DISABLE_HOST_REGISTER=1
+    export FI_CXI_DEFAULT_CQ_SIZE=131072
+    # Between nodes a plugin that is missing is an error then, and not TCP in silence.
+    [ "$SLURM_JOB_NUM_NODES" = 1 ] || export NCCL_NET="AWS Libfabric"
     export HDF5_USE_FILE_LOCKING=FALSE      # Lustre scratch
     case $CONTAINER in
     shifter) export CONTAINER_ARGS=${CONTAINER_ARGS:---module=gpu,nccl-plugin} ;; # image: nersc/pytorch:<tag>

@@ -24,6 +24,11 @@ def check_compiler(config: Config, device: torch.device) -> None:
         )
     if config.compile_mode == "reduce-overhead" and device.type == "cpu":
         raise ValueError("compile_mode reduce-overhead replays CUDA graphs, and the device is cpu: take default")
+    if config.compile_mode in GRAPH_MODES and torch.version.hip:
+        raise ValueError(
+            f"compile_mode {config.compile_mode} replays graphs, with which training on AMD GPUs was reported to "
+            f"converge worse, without an error (pytorch issue 187715): take default or max-autotune-no-cudagraphs"
+        )
     passes_again = config.accumulation_steps > 1 or config.activation_checkpoint == "block"
     if config.compile_mode in GRAPH_MODES and device.type == "cuda" and passes_again:
         raise ValueError(
@@ -45,6 +50,8 @@ def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
         if not modules:
             known = sorted({cls for m in model.modules() for cls in _class_names(m)} - {"Module", "ModuleList"})
             raise ValueError(f"compile_modules names {name!r}, and the model has {', '.join(known)}: take some")
+    # Under DDP, Dynamo cuts graphs at the buckets: a whole model's, so that gradients leave early; a block's in vain.
+    torch._dynamo.config.optimize_ddp = any(model in modules for modules in found.values())
     for module in dict.fromkeys(m for modules in found.values() for m in modules):
         module.forward = torch.compile(module.forward, fullgraph=True, mode=mode)
 

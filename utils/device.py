@@ -42,6 +42,9 @@ def pick_device(name: str, local_rank: int, expandable_segments: bool = True) ->
         # tests/gpu/test_gpu.py, test_memory_grows_in_expandable_segments, fails where this one is gone.
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (change or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
+    # NCCL would register the buffers of a CUDA graph, ours or the compiler's, which fails or hangs where their memory
+    # lies in segments that can grow (pytorch issue 158029, torchtitan issue 3306).
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     return device
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.loss import relative_l2
-from utils.spans import span
+from utils.spans import in_span
 
 Total = Callable[[Tensor], Tensor]
 
@@ -52,13 +52,13 @@ class Scores:
 
     weights: Tensor  # of the grid points, adding up to 1 over the whole image, [H, W]
     climatology: Tensor  # normalised time means of the forecast channels, [C, H, W]
-    origins: list[int]  # the input channel that each forecast channel persists from, -1 where there is none
+    origins: Tensor  # the input channel that each forecast channel persists from, -1 where there is none, [C]
     total: Total = _whole  # adds up sums over the ranks that hold parts of the same image
     group: dist.ProcessGroup | None = None  # the ranks whose samples differ; all ranks by default
 
     def __post_init__(self):
         device, wide = self.weights.device, torch.promote_types(self.weights.dtype, torch.float32)
-        self.persistence = torch.tensor(self.origins, device=device).clamp(min=0)
+        self.persistence = self.origins.clamp(min=0)
         # Rows: loss, number of samples (both in column 0); then RMSE, ACC and persistence's RMSE per channel.
         self.sums = torch.zeros(5, len(self.origins), device=device, dtype=wide)
 
@@ -77,7 +77,7 @@ class Scores:
         self.sums[3] += count(weighted_acc(forecast, target, self.climatology, self.weights, total=self.total))
         self.sums[4] += count(weighted_rmse(same.to(self.sums.dtype), target, self.weights, total=self.total))
 
-    @span("validation")
+    @in_span("validation")
     def reduce(self) -> dict[str, float | list[float | None]]:
         """Return the means over all samples of all ranks: `loss`, and `rmse`, `acc`, `persistence` per channel."""
         dist.all_reduce(self.sums, group=self.group)
@@ -88,5 +88,5 @@ class Scores:
             "samples": int(sums[1, 0]),
             "rmse": rmse,
             "acc": acc,
-            "persistence": [x if origin >= 0 else None for x, origin in zip(persistence, self.origins)],
+            "persistence": [x if origin >= 0 else None for x, origin in zip(persistence, self.origins.tolist())],
         }

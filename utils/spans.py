@@ -1,6 +1,7 @@
 """Where the time goes: named spans, and the clock that gives each moment of a run to one of them."""
 
 import contextlib
+import os
 import re
 import time
 from collections import defaultdict, deque
@@ -118,19 +119,34 @@ def stop_timeline() -> None:
     timeline = None
 
 
-@contextlib.contextmanager
-def span(name: str) -> Iterator[None]:
+# Nsight Systems tells what it starts by this variable; where it records one window only, `nsight_window` says when.
+nsight = "NSYS_PROFILING_SESSION_ID" in os.environ
+
+
+def span(name: str) -> contextlib.AbstractContextManager:
     """Name a range of time: NVTX for Nsight Systems, `record_function` for torch.profiler, a part for the report.
 
     A number at its end is not part of the part's name: `step 12` is a `step`, and `data copy in 12` a `data copy`.
+    Where nobody looks it costs a fraction of a microsecond (benchmarks/observers.py).
     """
-    nvtx, clock = torch.cuda.is_available(), timeline
-    if nvtx:
+    # No public name says whether a profiler records. Where this one is gone test_ranges_of_the_timeline fails.
+    if timeline is None and not nsight and not torch.autograd._profiler_enabled():
+        return UNSEEN
+    return _seen(name)
+
+
+UNSEEN = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _seen(name: str) -> Iterator[None]:
+    clock, by_nsight = timeline, nsight
+    if by_nsight:
         torch.cuda.nvtx.range_push(name)
     if clock:
         clock.enter(re.sub(r"( in)? \d+$", "", name))
     try:
-        with torch.profiler.record_function(name):
+        with torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else UNSEEN:
             yield
         if clock:
             clock.leave()
@@ -139,18 +155,36 @@ def span(name: str) -> Iterator[None]:
             clock.parts.pop()  # and no look at a device that may have failed
         raise
     finally:
-        if nvtx:
+        if by_nsight:
             torch.cuda.nvtx.range_pop()
 
 
-def communication(collective: Callable) -> Callable:
-    """Name the time of a function that communicates. In compiled code nobody can look: there it belongs to the rest."""
+@contextlib.contextmanager
+def nsight_window() -> Iterator[None]:
+    """Let `nsys profile -c cudaProfilerApi` record what runs inside."""
+    global nsight
+    before, nsight = nsight, True
+    try:
+        with torch.cuda.profiler.profile():
+            yield
+    finally:
+        nsight = before
 
-    @wraps(collective)
-    def named(*args, **kwargs):
-        if torch.compiler.is_compiling():
-            return collective(*args, **kwargs)
-        with span("communication"):
-            return collective(*args, **kwargs)
 
-    return named
+def in_span(name: str) -> Callable[[Callable], Callable]:
+    """Name the time of a function. In compiled code nobody can look: there it belongs to the rest."""
+
+    def decorate(function: Callable) -> Callable:
+        @wraps(function)
+        def named(*args, **kwargs):
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            with span(name):
+                return function(*args, **kwargs)
+
+        return named
+
+    return decorate
+
+
+communication = in_span("communication")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -92,8 +93,9 @@ def test_lists_of_cores():
 def test_few_open_files(tiny, monkeypatch):
     import resource
 
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
-    assert "ulimit -n 4096" in changes(limits(weather(tiny)))[0]
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 1024))
+    assert not changes(limits(weather(tiny), 256))
+    assert "the hard limit (ulimit -Hn) to 1027" in changes(limits(weather(tiny), 257))[0]
 
 
 def test_data_and_statistics_that_do_not_fit(tiny):
@@ -172,7 +174,7 @@ def speeds(**groups):
         f"{group.replace('_', '-')} {kind}": {"ranks": 4, "gb_per_sec": speed * share}
         for group, speed in groups.items() for kind, share in kinds.items()
     }  # fmt: skip
-    return {"groups": found, "cores": [[0, 1], [0, 1], [2], [3]]}
+    return {"groups": found, "cores": [[0, 1], [0, 1], [2], [3]], "networks": []}
 
 
 def test_a_network_too_slow_for_what_a_step_sends(monkeypatch):
@@ -196,6 +198,21 @@ def test_gradients_go_over_the_one_group_that_there_is(monkeypatch):
         monkeypatch.setattr(doctor, "measure_collectives", lambda *args, group=group, **env: speeds(**{group: 1.0}))
         (line,) = changes(doctor.communication([], 4, {"dp-cp": 1e9}, step=1.0))
         assert line.startswith(f"change  {group} of 4 ranks") and "a larger batch, in several" in line
+
+
+def test_sockets_between_nodes(monkeypatch):
+    """What NCCL writes when it starts, and on how many nodes."""
+    told = "n1:7:7 [0] NCCL INFO NET/Plugin: none\nn1:7:7 [0] NCCL INFO Using network Socket\n"
+
+    def call(command, env, limit):
+        Path(env["NCCL_DEBUG_FILE"]).with_name("n1.7").write_text(told)
+        return 0, json.dumps({k: x for k, x in speeds(tp=2.0).items() if k != "networks"}), ""
+
+    monkeypatch.setattr(doctor, "call", call)
+    for nodes, expected in ((1, []), (2, ["Socket: the machine's plugin for NCCL"])):
+        monkeypatch.setattr(doctor, "spread", lambda ranks, nodes=nodes: (nodes, ranks // nodes))
+        found = changes(doctor.communication([], 4, {}, step=1.0))
+        assert len(found) == len(expected) and all(text in line for text, line in zip(expected, found))
 
 
 def test_peer_to_peer_that_is_slower(monkeypatch):

@@ -8,8 +8,10 @@ import torch
 
 import train
 import train_mp
-from tests.helpers import losses, run_here, tiny_flags
-from utils.compiler import check_compiler
+from networks.vit import ViT
+from tests.distributed.recorded_graph import always_ddp
+from tests.helpers import group_of_one, losses, run_here, tiny_flags
+from utils.compiler import check_compiler, compile_modules
 from utils.config.settings import Config
 
 
@@ -52,6 +54,13 @@ def test_graphs_of_the_compiler_allow_one_run_of_a_block_in_a_step():
             check_compiler(Config(**mode, **more), gpu)
 
 
+def test_graphs_of_the_compiler_are_refused_on_amd(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    check_compiler(Config(enable_jit=True, compile_mode="max-autotune-no-cudagraphs"), torch.device("cuda"))
+    with pytest.raises(ValueError, match="max-autotune replays graphs, .* AMD GPUs"):
+        check_compiler(Config(enable_jit=True, compile_mode="max-autotune"), torch.device("cuda"))
+
+
 @pytest.mark.parametrize("chapter, name", [(train, "1GPU"), (train_mp, "1MP")])
 def test_the_whole_model_compiles(tiny, monkeypatch, chapter, name):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -59,3 +68,20 @@ def test_the_whole_model_compiles(tiny, monkeypatch, chapter, name):
     plain = losses(run_here(tiny_flags(tiny, *flags), chapter.main, name))
     compiled = losses(run_here(tiny_flags(tiny, *flags, "--enable_jit", "--run_num", "b"), chapter.main, name))
     np.testing.assert_allclose(compiled, plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("names, cut", [(["Block"], False), (["ViT"], True)])
+def test_under_ddp_a_block_is_one_graph_and_a_model_several(monkeypatch, names, cut):
+    """A block of 3 MB: at the end of DDP's first bucket, of 1 MiB, Dynamo would cut it."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    model = ViT((16, 32), 4, 3, 3, 256, 2, 4)
+    with group_of_one():
+        compile_modules(model, names, "default")
+        always_ddp(model, Config(), torch.distributed.group.WORLD)(torch.randn(1, 3, 16, 32)).sum().backward()
+    assert (len(graphs) > 1) == cut and graphs

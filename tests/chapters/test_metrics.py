@@ -40,7 +40,7 @@ def test_scores_against_numpy(group_of_one):
     w = np.broadcast_to(w[:, None], (4, 6))
 
     weights = latitude_weights(torch.tensor(lat))[:, None].expand(4, 6) / 24
-    scores = Scores(weights, torch.tensor(climatology), origins=[2, -1])
+    scores = Scores(weights, torch.tensor(climatology), origins=torch.tensor([2, -1]))
     garbage = torch.full((1, 3, 4, 6), float("nan"))  # padding counts for nothing, whatever it holds
     for part in (slice(0, 3), slice(3, 5)):
         pad = 3 - (part.stop - part.start)

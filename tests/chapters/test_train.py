@@ -25,6 +25,7 @@ from tests.helpers import (
     write_data,
     write_file,
 )
+from utils import spans
 from utils.config.reader import load_config
 from utils.config.settings import Config
 from utils.observers import Observer
@@ -210,17 +211,17 @@ def test_ranges_of_the_timeline(tiny):
 
 
 def test_profiler_window_opens_in_the_fourth_epoch_on_rank_0(monkeypatch):
+    """Spans are told there, and nowhere else."""
     from utils.measure import clock
 
-    opened = []
+    opened = mock.MagicMock()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.profiler, "profile", lambda: opened.append(True))
-    for epoch in range(1, 7):
-        clock.profiler_window(epoch, 1)
-    assert not opened
-    for epoch in range(1, 7):
-        clock.profiler_window(epoch, 0)
-        assert len(opened) == (epoch >= 4)
+    monkeypatch.setattr(torch.cuda.profiler, "profile", opened)
+    told = []
+    for epoch, rank in [(epoch, rank) for epoch in range(1, 7) for rank in (0, 1)]:
+        with clock.profiler_window(epoch, rank):
+            told += [(epoch, rank)] * spans.nsight
+    assert told == [(4, 0)] and opened.call_count == 1 and not spans.nsight
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from utils.config.settings import Config
+from utils.run.setup import settle_buckets
+
+
+def always_ddp(model: torch.nn.Module, config: Config, group: dist.ProcessGroup) -> torch.nn.Module:
+    """DDP over one rank as well: a single device then records its hooks and its collective."""
+    return settle_buckets(torch.nn.parallel.DistributedDataParallel(model, process_group=group))
+
+
 HOST_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
 
 

@@ -13,11 +13,12 @@ from benchmarks.simulate import GRIDS, join_fake, simulate
 from distributed.helpers import TensorParallelGradients
 from distributed.parallelize import is_sequence_parallel, parallelize, shard_tokens
 from networks.vit import ViT
-from tests.helpers import ROOT, tiny_flags
+from tests.helpers import ROOT, group_of_one, tiny_flags
 from train import data_parallel, forward_backward
 from train_mp import make_step
 from utils.comm import Grid
 from utils.config.reader import load_config
+from utils.data.fields import Fields
 
 DEPTH, DIM, BATCH, TOKENS = 2, 32, 3, 32  # of the tiny model below
 BLOCK_REPLICAS = 6 * DIM  # two norms, the biases of proj and fc2
@@ -137,3 +138,39 @@ def test_the_moving_average_is_counted(tmp_path):
         simulate(1, tiny_flags(tmp_path, "--tensor_parallel=2", *more)) for more in ([], ["--ema_decay=0.9"])
     )
     assert found["peak"] - without["peak"] == 4 * found["parameters"]
+
+
+def test_a_gpus_kernel_is_simulated_where_there_is_no_gpu(tmp_path):
+    """The doctor asks, for a run with --attention cudnn. Fused kernels keep no table, with dropout neither."""
+    held = [
+        simulate(1, tiny_flags(tmp_path, "--attention", kernel, "--dropout", "0.1"))["peak"]
+        for kernel in ("cudnn", "efficient", "flash", "math")
+    ]
+    assert held[0] == held[1] == held[2] < held[3]
+
+
+def saved_bytes(model, config):
+    """The bytes that a forward pass keeps for the backward, each storage once."""
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    device = torch.device("cpu")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), train.autocast(config, device):
+        model(torch.randn(2, 3, *config.img_size)).sum()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("amp", ["none", "bf16"])
+def test_a_rank_alone_holds_what_chapter_1_holds(tmp_path, amp):
+    """No copy of k and v, or of anything else, where there is nobody to share with."""
+    config = load_config(tiny_flags(tmp_path, "--amp_mode", amp))[0].with_batches(1)
+    fields, grid = Fields.blank(config), Grid(1, 0)
+    serial = saved_bytes(train.build_model(config, fields), config)
+    with group_of_one():
+        grid.create_groups()
+        shard = shard_tokens(config, grid)
+        model = parallelize(train.build_model(config, fields), config, grid, shard, torch.device("cpu"))
+        assert saved_bytes(model, config) == serial

@@ -15,7 +15,7 @@ import train_mp
 import train_mp_graphs
 from distributed.graphs import Captured, check_capture
 from distributed.helpers import GridScaler
-from tests.distributed.recorded_graph import RecordedGraph
+from tests.distributed.recorded_graph import RecordedGraph, always_ddp
 from tests.helpers import ROOT, losses, norms, resume_here, run_folder, run_here, run_ranks, tiny_flags
 from utils.comm import Grid
 from utils.config.reader import load_config
@@ -63,6 +63,12 @@ def test_a_recorded_step_gives_the_losses_of_the_eager_one(tiny, flags):
     assert "CUDA graph of the step: recorded" in log
     assert ("CUDA graph of the update: recorded" in log) == ("--graph_optimizer" in flags)
     assert len(set(losses(eager))) == 9
+
+
+def test_ddp_is_recorded_on_one_rank(tiny, monkeypatch):
+    monkeypatch.setattr(train_mp, "data_parallel", always_ddp)
+    eager, graphed = run_both(tiny, "--amp_mode", "bf16", "--graph_optimizer", "--enable_fused", "--num_iters", "9")
+    np.testing.assert_allclose(losses(graphed), losses(eager), rtol=1e-4)
 
 
 @pytest.mark.parametrize("flags", [[], ["--graph_optimizer", "--enable_fused", "--amp_mode", "fp16"]])

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import h5py
 import matplotlib.image
 import numpy as np
 import pytest
@@ -313,3 +314,15 @@ def test_a_model_that_does_not_forecast_its_input_takes_one_step(trained, tmp_pa
     call_here(evaluate.main, [*argv, "--lead_hours", "6"])
     skill = json.loads((tmp_path / "out/skill.json").read_text())
     assert skill["lead_hours"] == [6] and list(skill["channels"]) == ["u", "v"]
+
+
+def test_who_reads_changes_nothing(trained, tmp_path):
+    """Reads at once, and processes that decompress; batches follow each other, and the last one is filled up."""
+    for path in (trained / "valid").glob("*.h5"):
+        with h5py.File(path) as file:
+            start, values = int(file["time"][0]), file["fields"][:]
+        write_file(tmp_path / f"gzip/{path.name}", values, start, NAMES, compression="gzip", chunks=(1, 1, 17, 32))
+    more = ["--local_batch_size", "4", "--num_data_workers", "3"]
+    found = evaluated(trained, tmp_path / "a", "--local_batch_size", "4")["scores"]
+    assert evaluated(trained, tmp_path / "b", *more, "--read_depth", "5")["scores"] == found
+    assert evaluated(trained, tmp_path / "c", *more, "--inf_data_path", str(tmp_path / "gzip"))["scores"] == found

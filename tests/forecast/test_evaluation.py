@@ -328,7 +328,8 @@ def test_a_value_that_is_not_finite_ends_it_with_its_place(trained, tmp_path):
     argv = flags(trained, "--inf_data_path", str(tmp_path / "bad"), "--out", str(tmp_path / "out"))
     for ranks in (1, 2):
         results = run_ranks(ranks, [str(ROOT / "evaluate.py"), *argv])
-        assert {done.returncode for done in results} == {2}
+        codes = {done.returncode for done in results}
+        assert 2 in codes and codes <= {1, 2}  # 1 where another rank's end came first
         told = "".join(done.stderr for done in results)
         assert "2003.h5: frame 4, channel 'v', row 2, column 3 is nan" in told and "Traceback" not in told
 

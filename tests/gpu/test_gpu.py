@@ -14,6 +14,7 @@ import train_mp_graphs
 from distributed import mappings
 from distributed.helpers import GridScaler
 from networks.attention import BACKENDS, attention, check_attention
+from tests.distributed.recorded_graph import always_ddp
 from tests.helpers import (
     fields,
     group_of_one,
@@ -146,7 +147,7 @@ def test_the_host_waits_for_the_step_before_last_and_not_in_the_loader(tmp_path,
     "flags", [[], ["--enable_fused"], ["--enable_fused", "--amp_mode", "fp16"], ["--amp_mode", "bf16"], ["--report"]]
 )
 def test_the_loop_adds_no_synchronisation(tiny, flags):
-    """torch raises where the host waits for the device, from iteration 12 to 19: a send of the records lies between.
+    """torch raises where the host waits for the device, from iteration 13 to 20, in which records are sent.
 
     (GradScaler.step itself waits, unless Adam is fused: fp16 is tried with the fused one.)
     """
@@ -155,10 +156,10 @@ def test_the_loop_adds_no_synchronisation(tiny, flags):
         def after_step(self, iteration, left):
             if iteration == 12:
                 torch.cuda.set_sync_debug_mode("error")
-            if iteration == 19:
+            if iteration == 20:
                 torch.cuda.set_sync_debug_mode("default")
 
-    argv = on_gpu(tiny, "--global_batch_size", "1", "--num_iters", "20", "--residual", "--clip_grad_norm", "1", *flags)
+    argv = on_gpu(tiny, "--global_batch_size", "1", "--num_iters", "21", "--residual", "--clip_grad_norm", "1", *flags)
     try:
         run_here(argv, partial(train.main, observers=[NoWaits()]))
     finally:
@@ -326,6 +327,18 @@ def test_a_graph_gives_the_losses_of_the_eager_loop(tiny, flags):
     assert "CUDA graph of the step: recorded" in (graphed / "out.log").read_text()
     rtol = 1e-5 if not {"--amp_mode", "--dropout"} & set(flags) else 2e-3
     np.testing.assert_allclose(losses(graphed), losses(eager), rtol=rtol)
+
+
+@pytest.mark.parametrize("flags", [[], ["--amp_mode", "bf16", "--graph_optimizer", "--enable_fused"]])
+def test_ddp_and_nccl_are_recorded(tiny, monkeypatch, flags):
+    monkeypatch.setattr(train_mp, "data_parallel", always_ddp)
+    more = ["--num_iters", "18", *(flag for flag in flags if flag != "--graph_optimizer")]
+    eager = run_here(on_gpu(tiny, *more), train_mp.main, "1MP")
+    graphed = on_gpu(tiny, *flags, "--num_iters", "18", "--graph_warmup", "12", "--run_num", "graph")
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        graphed = run_here(graphed, train_mp_graphs.main, "1MP")
+    assert "CUDA graph of the step: recorded" in (graphed / "out.log").read_text()
+    np.testing.assert_allclose(losses(graphed), losses(eager), rtol=2e-3 if flags else 1e-5)
 
 
 RESUMED = [

@@ -153,6 +153,25 @@ def test_a_kernel_that_the_device_lacks_is_refused(kernel):
         check_attention(kernel, 8, torch.device("cpu"), None)
 
 
+def test_cudnn_is_left_out_where_its_gradients_may_be_nan(monkeypatch):
+    """On Hopper, where the last 128 keys are half full: 4,160 tokens and not 4,050. See `has_cudnn_fault`."""
+    has, version = (9, 0), 92000
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: has)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr("networks.attention._runs", lambda kernel, *_: kernel != "flash" or has == (9, 0))
+
+    def pick(name, tokens):
+        return pick_attention(name, tokens, 64, torch.device("cuda"), torch.bfloat16, 0.0)
+
+    assert [pick("auto", 4050), pick("auto", 4160)] == ["cudnn", "flash"] and pick("cudnn", 4050) == "cudnn"
+    with pytest.raises(ValueError, match="of 4160 tokens: cuDNN before 9.26 .* take --attention auto"):
+        pick("cudnn", 4160)
+    version = 92600
+    assert pick("auto", 4160) == pick("cudnn", 4160) == "cudnn"
+    version, has = 92000, (8, 0)
+    assert pick("auto", 4160) == "auto" and pick("cudnn", 4160) == "cudnn"
+
+
 class Casts(TorchDispatchMode):
     """Counts the casts to bf16, by the shape of what is cast."""
 

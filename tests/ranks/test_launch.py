@@ -4,15 +4,21 @@ import contextlib
 import fcntl
 import os
 import pty
+import resource
 import shutil
 import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.helpers import ROOT, clean_environment, free_port, run_ranks, tiny_flags
+from utils.ranks.start import join
+from utils.ranks.watchdog import Watch
 from utils.ranks.world import World, _first_host, find_world
 
 PLAIN = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node7", MASTER_PORT="1234")
@@ -170,3 +176,30 @@ def test_mpirun_trains(tiny):
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(**root), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tiny / "runs/tiny/2GPU/00/metrics.jsonl").exists() and done.stderr.count("DONE ---- rank 0") == 1
+
+
+def count_sockets(folder: Path):
+    """Join, with a limit of 60 open files that may grow; write how many sockets a run of these ranks holds."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (60, most))
+    world = find_world(os.environ)
+    join(world)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
+    watch, groups = Watch(), [dist.new_group(backend="gloo") for _ in range(3)]
+    for group in (None, *groups):
+        dist.all_reduce(torch.ones(1000), group=group)
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    (folder / str(world.rank)).write_text(str(sum(link.startswith("socket") for link in links)))
+    watch.close()
+    dist.destroy_process_group()
+
+
+def test_connections_do_not_grow_with_the_number_of_ranks(tmp_path):
+    """As many groups as a run has. Each rank connected to all others, it would be 5 connections a rank and rank."""
+    most = []
+    for ranks in (4, 12):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        assert not any(done.returncode for done in run_ranks(ranks, count_sockets, folder))
+        most.append(max(int((folder / str(rank)).read_text()) for rank in range(1, ranks)))
+    assert most[1] <= most[0] + 8

@@ -117,8 +117,12 @@ class Config:
     limit_nsamples: int | None = key(None, "train on the first samples only", "training", at_least=1)
     limit_nsamples_val: int | None = key(None, "validate on the first samples only", "run", at_least=1)
     data_loader_config: str = key("pytorch", "data loader", "run", choices=("pytorch", "dali"))
-    num_data_workers: int = key(0, "readers that read ahead; 0 reads inside the loop", "run", at_least=0)
-    read_depth: int | None = key(None, "reads at once, contiguous files (num_data_workers)", "run", at_least=1)
+    num_data_workers: int = key(
+        0, "readers that read ahead; 0 reads inside the loop", "evaluation", at_least=0, same_forecast=True
+    )
+    read_depth: int | None = key(
+        None, "reads at once, contiguous files (num_data_workers)", "evaluation", at_least=1, same_forecast=True
+    )
     stage_dir: str | None = key(None, "folder in the node to copy the files to before training", "run")
 
     # Training

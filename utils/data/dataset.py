@@ -1,6 +1,7 @@
 """The data of a run: training and validation sets, and the way to the device; and what a run is told, the job."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -117,15 +118,17 @@ class WeatherData:
 
     def scores(self) -> Scores:
         """Return empty sums of the validation metrics."""
-        H, W = self.config.img_size
-        latitude, climatology = (
-            torch.tensor(x, device=self.device, dtype=torch.get_default_dtype())
-            for x in (self.fields.latitude, self.fields.climatology)
-        )
-        weights = latitude_weights(latitude)[:, None].expand(H, W) / (H * W)
+        return Scores(*self._scored, self.tokens.sum, self.group)
+
+    @cached_property
+    def _scored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What scores are counted from, on the device: weights and climatology of this rank's tokens, and origins."""
+        kind, (H, W) = {"device": self.device, "dtype": torch.get_default_dtype()}, self.config.img_size
+        weights = latitude_weights(torch.tensor(self.fields.latitude, **kind))[:, None].expand(H, W) / (H * W)
+        climatology = torch.tensor(self.fields.climatology, **kind)
         rows = slice(self.tokens.rows.start, self.tokens.rows.stop)
         weights, climatology = (self.tokens.cut(x[..., rows, :]) for x in (weights, climatology))
-        return Scores(weights, climatology, self.fields.origins, self.tokens.sum, self.group)
+        return weights, climatology, torch.tensor(self.fields.origins, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ class DeviceCopies:
             self.launched.synchronize()
         self.launched = torch.cuda.current_stream(self.device).record_event()
 
-    def take(self, batch: Batch) -> list[Tensor]:
-        """Return the raw input and target on the GPU. The host does not wait for the copy.
+    def take(self, batch: Batch, *sources: Tensor) -> list[Tensor]:
+        """Return `sources`, by default the raw input and target of a batch, on the GPU. The host does not wait.
 
         They are valid for what is launched on the current stream until this is called again.
         """
-        current, sources = torch.cuda.current_stream(self.device), (batch.inp, batch.target)
+        current, sources = torch.cuda.current_stream(self.device), sources or (batch.inp, batch.target)
         key = tuple((x.shape, x.dtype) for x in sources)
         if key not in self.buffers:
             self.buffers[key] = deque([torch.empty_like(x, device=self.device) for x in sources] for _ in range(2))

@@ -85,16 +85,17 @@ class Climatology:
             away = [(h - date.hour + 12) % 24 - 12 for h in self.dataset.hour.values.tolist()]
             date += timedelta(hours=min(away, key=abs))
             hour = date.hour
-        return self._read(date.timetuple().tm_yday, hour).to(self.device)
+        return self._read(date.timetuple().tm_yday, hour).to(self.device, non_blocking=True)
 
     def _read_day(self, day: int, hour: int | None) -> Tensor:
         where = {"dayofyear": day} | ({} if hour is None else {"hour": hour})
-        usual = self.dataset.sel(where, method="nearest")  # 365 where there is no 366
+        at_day = self.dataset.sel(where, method="nearest")  # 365 where there is no 366
         try:
-            values = [usual[name].transpose("latitude", "longitude").values for name in self.fields.out_names]
+            values = [at_day[name].transpose("latitude", "longitude").values for name in self.fields.out_names]
         except (OSError, RuntimeError, ValueError) as error:
             raise ReadError(f"cannot read {self.path} ({error}): copy it again") from None
         values = np.stack(values).astype(np.float64)
         if not np.isfinite(values).all():
             raise ReadError(f"{self.path}: day {day} of the year is not finite everywhere: fill it, or leave it out")
-        return torch.from_numpy(values)
+        usual = torch.from_numpy(values)
+        return usual.pin_memory() if self.device.type == "cuda" else usual

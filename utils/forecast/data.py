@@ -3,25 +3,42 @@
 Shapes:  B forecasts of one batch   K lead times   C channels   H W rows, columns
 """
 
+import itertools
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from utils.config.settings import Config
+from utils.data.batches import Batch, BatchReader, Reading, Samples
 from utils.data.fields import Fields
 from utils.data.files import Files
 from utils.data.frames import FrameReader, OpenFiles
-from utils.data.to_device import normalisers
+from utils.data.loader import read_ahead
+from utils.data.read_ahead import Read
+from utils.data.to_device import DeviceCopies, normalisers
 from utils.errors import ReadError
 from utils.forecast.climatology import Climatology
 from utils.forecast.settings import Evaluation
 
 SHOWN_HOURS = (24, 72)
 LARGEST_MAP = 720  # columns
+
+
+class StepReader(BatchReader):
+    """Reads forecasts step by step: a batch is their initial states, as inputs, or the truth later, as targets."""
+
+    def jobs(self, slot: int, step: tuple[np.ndarray, int] | None) -> list[Read]:
+        """Return the reads for rows (file, t), which are the k-th step of forecasts; none after the last one."""
+        frames, k = step or ((), 0)
+        part = int(k > 0)
+        return [
+            Read(slot, part, place, int(file), int(t), request)
+            for place, (file, t) in enumerate(frames)
+            for request in self.readers[part].requests
+        ]
 
 
 class ForecastData:
@@ -56,6 +73,7 @@ class ForecastData:
         # The next input's channels among those of a forecast.
         places = [fields.out_names.index(name) for name in fields.in_names] if self.steps > 1 else []
         self.feedback = torch.tensor(places, dtype=torch.int64, device=device)
+        self.origins = torch.tensor(fields.origins, device=device)
         self.map_stride = -(-config.img_size[1] // LARGEST_MAP)  # of the rows and columns that maps show
         # What is shown in pictures and as spectra: the first step, the last one, and some between.
         shown = (k for k, hours in enumerate(self.lead_hours) if hours in SHOWN_HOURS)
@@ -68,8 +86,10 @@ class ForecastData:
                 f"lower --lead_hours, or give longer files"
             )
         opened, (rows, columns) = OpenFiles(files), config.img_size
-        self.readers = [FrameReader(files, c, range(rows), columns, opened) for c in (fields.inputs, fields.outputs)]
-        self.ahead = ThreadPoolExecutor(1, "reading")
+        used = fields.inputs, fields.outputs
+        self.readers = tuple(FrameReader(files, channels, range(rows), columns, opened) for channels in used)
+        self.frames: Iterator[Batch] | None = None
+        self.copies = DeviceCopies(device) if device.type == "cuda" else None
         self.climate = Climatology(fields, settings.climatology, device, config.local_batch_size + 1)
         stats = (x[fields.outputs].astype(np.float64) for x in (fields.means, fields.stds))
         self.out_mean, self.out_std = (torch.from_numpy(x).to(device).view(-1, 1, 1) for x in stats)
@@ -79,8 +99,9 @@ class ForecastData:
         return len(self.stretches)
 
     def close(self) -> None:
-        """End the thread that reads, and close the climatology."""
-        self.ahead.shutdown()
+        """End the readers, and close the climatology."""
+        if self.frames is not None:
+            self.frames.close()
         self.climate.close()
 
     def _compare(self, trained: dict) -> None:
@@ -113,40 +134,51 @@ class ForecastData:
         file, t = self.stretches[forecast, k]
         return int(self.files.times[file][t]) if self.fields.has_time else None
 
-    def read(self, forecasts: list[int]) -> Iterator[Tensor]:
+    def begin(self, batches: list[list[int]]) -> None:
+        """Begin to read the frames of these forecasts, ahead of `read`.
+
+        Raises OSError where the buffers do not fit into memory.
+        """
+        depth = max(self.config.num_data_workers, 1)
+        if all(reader.is_direct for reader in self.readers):
+            depth = self.config.read_depth or depth
+        samples = Samples(self.readers, self.stretches[:, 0], self.config.dt)
+        size = max(map(len, batches), default=1)
+        slots = 2 + -(-depth // (size * len(self.readers[1].requests)))  # in use, ready, and what keeps readers busy
+        reader = StepReader(samples, size, slots, Reading(depth, pin=self.device.type == "cuda"))
+        steps = ((self.stretches[numbers, k], k) for numbers in batches for k in range(self.steps + 1))
+        self.frames = read_ahead(reader, itertools.chain(steps, itertools.repeat(None)), depth, in_use=1)
+
+    def read(self) -> Iterator[Tensor]:
         """Yield the initial states [B, C_in, H, W], then the truth at each lead time [B, C_out, H, W], as stored.
 
-        On the device. The next one is read meanwhile. Raises ReadError for a file that cannot be read.
+        They are those of the next batch of `begin`, on the device, each valid until the next one is asked for. Raises
+        ReadError for a file that cannot be read.
         """
-        frames = self.stretches[forecasts]
-
-        def fetch(k: int) -> Tensor:
-            return torch.from_numpy(np.stack([self._frame(file, t, is_truth=k > 0) for file, t in frames[:, k]]))
-
-        coming = self.ahead.submit(fetch, 0)
         for k in range(self.steps + 1):
-            raw = coming.result()
-            if k < self.steps:
-                coming = self.ahead.submit(fetch, k + 1)
-            yield raw.to(self.device)
+            batch = next(self.frames)
+            raw = batch.target if k else batch.inp
+            if self.copies is not None:
+                self.copies.pace()
+                (raw,) = self.copies.take(batch, raw)
+            yield raw
 
-    def _frame(self, file: int, t: int, is_truth: bool) -> np.ndarray:
-        """Return what a file holds. Raises ReadError, also for values that are not finite."""
-        frame = self.readers[is_truth].read_frame(file, t)
-        if not np.isfinite(frame).all():
-            c, y, x = np.argwhere(~np.isfinite(frame))[0]
-            name = (self.fields.out_names if is_truth else self.fields.in_names)[c]
-            raise ReadError(
-                f"{self.files.paths[file]}: frame {t}, channel {name!r}, row {y}, column {x} is {frame[c, y, x]}: "
-                f"mend the file, or leave it out"
-            )
-        return frame
+    def find_nonfinite(self, forecast: int) -> None:
+        """Raise ReadError, with the place, for the first value that is not finite among a forecast's frames."""
+        for k, (file, t) in enumerate(self.stretches[forecast]):
+            frame = self.readers[k > 0].read_frame(file, t)
+            if not np.isfinite(frame).all():
+                c, y, x = np.argwhere(~np.isfinite(frame))[0]
+                name = (self.fields.out_names if k else self.fields.in_names)[c]
+                raise ReadError(
+                    f"{self.files.paths[file]}: frame {t}, channel {name!r}, row {y}, column {x} is {frame[c, y, x]}: "
+                    f"mend the file, or leave it out"
+                )
 
     def persistence(self, raw: Tensor) -> Tensor:
         """Return initial states as a forecast, [B, C_out, H, W]: nothing changes. NaN for what is no input."""
-        fields = raw[:, self.fields.origins]
-        fields[:, [c for c, origin in enumerate(self.fields.origins) if origin < 0]] = torch.nan
-        return fields
+        fields = raw.index_select(1, self.origins.clamp(min=0))
+        return fields.masked_fill_((self.origins < 0).view(-1, 1, 1), torch.nan)
 
     def in_units(self, forecast: Tensor) -> Tensor:
         """Return normalised forecasts [B, C_out, H, W] in units, in float32: what is written, and what is judged."""

@@ -27,7 +27,7 @@ class Judge:
         self.weights = row_weights(data.fields.latitude).to(data.device)
 
     def keep(self, numbers: list[int], steps: Iterator[tuple[Tensor, dict[str, Tensor]]]) -> None:
-        """Follow a batch of forecasts to its end. Raises WriteError.
+        """Follow a batch of forecasts to its end. Raises WriteError, and ReadError for data that are not finite.
 
         Args:
             numbers: of the forecasts. The last one may come more than once, to fill a batch up.
@@ -43,6 +43,8 @@ class Judge:
                     with self.store.writing():
                         self.writer.add(n, k, written)
         for n, lists in kept.items():
+            if not np.isfinite(np.stack(lists["moments"])[:, 1:]).all():  # of models and climatology
+                self.data.find_nonfinite(n)
             with self.store.writing():
                 if self.writer:
                     self.writer.finish(n)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from utils.data.batches import Batch
-from utils.spans import span
+from utils.spans import nsight_window, span
 
 PROFILED_EPOCH = 4  # past compilation and the first reads
 
@@ -53,5 +53,5 @@ class EpochClock:
 def profiler_window(epoch: int, rank: int) -> contextlib.AbstractContextManager:
     """Open the capture range of `nsys profile -c cudaProfilerApi` over the fourth epoch of rank 0."""
     if epoch == PROFILED_EPOCH and rank == 0 and torch.cuda.is_available():
-        return torch.cuda.profiler.profile()
+        return nsight_window()
     return contextlib.nullcontext()

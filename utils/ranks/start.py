@@ -85,6 +85,15 @@ def _end_all(world: World, error: Exception) -> None:
     end_now(f"rank {world.rank}: {type(error).__name__} ({place(stack)})")
 
 
+def allow_open_files() -> None:
+    """Let this process open as many files, connections among them, as the system lets it."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not every platform, nor every number
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def join(world: World, wait: timedelta = JOINING) -> None:
     """Create the group of all ranks: NCCL (RCCL) moves GPU tensors, gloo CPU tensors.
 
@@ -92,6 +101,10 @@ def join(world: World, wait: timedelta = JOINING) -> None:
     A process that does not find the others ends here: they cannot be told.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    # A rank connects to another one when they first speak. Otherwise each group would connect each of its ranks to all
+    # others, in several groups: at some hundred ranks, more files than a process may open.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    allow_open_files()
     if world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

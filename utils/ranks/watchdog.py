@@ -27,6 +27,7 @@ class Watch:
         self.before = (self.rank - 1) % self.ranks
         if self.ranks > 1:
             self.group = dist.new_group(backend="gloo", timeout=FOREVER)
+            self.hello = dist.isend(torch.zeros(1), dst=(self.rank + 1) % self.ranks, group=self.group)
             self.thread = threading.Thread(target=self._wait, daemon=True)
             self.thread.start()
 
@@ -38,7 +39,8 @@ class Watch:
 
     def _wait(self) -> None:
         try:
-            dist.recv(torch.zeros(1), src=self.before, group=self.group)
+            for _ in ("hello", "farewell"):  # a rank connects to another one at its first word
+                dist.recv(torch.zeros(1), src=self.before, group=self.group)
         except RuntimeError:
             stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
             end_now(f"rank {self.rank}: rank {self.before} is gone, and this one ends too; it was at {place(stack)}")

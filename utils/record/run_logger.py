@@ -20,7 +20,7 @@ from utils.observers import EpochRecord, Observer
 from utils.plots import forecast_figure, render
 from utils.record.boards import Curves
 from utils.record.log import close_log, open_log
-from utils.spans import span
+from utils.spans import in_span
 
 
 class RunLogger(Observer):
@@ -119,7 +119,7 @@ class RunLogger(Observer):
         self.write(record)
         self.curves.points(record)
 
-    @span("logging")
+    @in_span("logging")
     def after_training(self, record: EpochRecord) -> None:
         """Log how fast the iterations of an epoch were, and their loss."""
         if record.iterations:
@@ -137,7 +137,7 @@ class RunLogger(Observer):
             logging.info("  First iteration: %f sec, those after it: %f sec each", first, rest)
             self.is_first_epoch = False
 
-    @span("logging")
+    @in_span("logging")
     def after_epoch(self, record: EpochRecord, example: tuple[Tensor, Tensor, Tensor]) -> None:
         """Record an epoch and its validation, and draw `example` (input, target, forecast)."""
         speed, self.last = record.samples_per_sec, record
@@ -183,7 +183,7 @@ class RunLogger(Observer):
                 matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
             self.curves.image(f"Visualization, {name}", pixels, iteration)
 
-    @span("logging")
+    @in_span("logging")
     def costs(self, record: dict[str, Any]) -> None:
         """Record what an epoch cost: its time by part, or what it took of the machine."""
         self.write(record)

@@ -31,7 +31,7 @@ from utils.record.steps import StepRecords
 from utils.run.folder import RunFolder, open_run_folder
 from utils.run.nonfinite import NonfiniteGuard
 from utils.run.saving import NO_BEST, Saving, resume
-from utils.spans import span
+from utils.spans import in_span, span
 
 
 class Run:
@@ -188,7 +188,7 @@ class Run:
         """Wait for the losses up to here: a checkpoint counts when they are known to be finite."""
         self._tell_of_steps(self.steps.flush())
 
-    @span("logging")
+    @in_span("logging")
     def _tell_of_steps(self, records: list[dict[str, Any]]) -> None:
         """Tell of iterations whose losses have come to the host. Raises Refused, on all ranks, where one is the end."""
         for record in records:

@@ -18,7 +18,7 @@ from utils.observers import EpochRecord, Observer
 from utils.ranks.agree import share_error
 from utils.ranks.stop import StopRequests
 from utils.run.folder import RunFolder
-from utils.spans import span
+from utils.spans import in_span, span
 
 NO_BEST = {"loss": None, "name": None}
 
@@ -148,7 +148,7 @@ class Saving(Observer):
         if self.run.should_stop:
             self._wait_for_last()
 
-    @span("checkpoint")
+    @in_span("checkpoint")
     def _save(self) -> None:
         self.run.know_all_losses()
         if self.run.logger:
@@ -158,14 +158,14 @@ class Saving(Observer):
         self.checkpointer.save({**info, "best": self.best})
         self.is_due = False
 
-    @span("checkpoint")
+    @in_span("checkpoint")
     def _forget_lost_best(self) -> None:
         """Where the best checkpoint could not be written, the one before is the best: it is still there."""
         self.checkpointer.wait()
         if self.checkpointer.failed and self.checkpointer.failed == self.best["name"]:
             self.best = self.best_before
 
-    @span("checkpoint")
+    @in_span("checkpoint")
     def _wait_for_last(self) -> None:
         """Wait for the last checkpoint of a run. Raises Ended where it could not be written."""
         self.checkpointer.wait()

@@ -14,7 +14,8 @@ export RANK=$SLURM_PROCID
 export LOCAL_RANK=$SLURM_LOCALID
 export WORLD_SIZE=$SLURM_STEP_NUM_TASKS
 # Rank 0 runs on the first host of the list: nid[001004-001007,001010] -> nid001004. Not scontrol: containers lack it.
+# Where a node has a second name on the fast network, MASTER_ADDR_SUFFIX is what that has more (sites/juwels.sh).
 [[ $SLURM_STEP_NODELIST =~ ^([^][,]*)(\[([0-9]+)[^]]*\])?([^][,]*) ]]
-export MASTER_ADDR=${BASH_REMATCH[1]}${BASH_REMATCH[3]}${BASH_REMATCH[4]}
+export MASTER_ADDR=${BASH_REMATCH[1]}${BASH_REMATCH[3]}${BASH_REMATCH[4]}$MASTER_ADDR_SUFFIX
 # From the job's id, so that two jobs on one node do not meet. Below 32768, where Linux starts to hand out ports itself.
 export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))

@@ -7,7 +7,7 @@
 #   SITE              a file of sites/ by name (perlmutter), or a path to your own. Default: local
 #   DATADIR           the folder that stands for /data in the YAML's paths
 #   LOGDIR            where runs and profiles go. Default: $SCRATCH/dl-at-scale-training/logs, without SCRATCH ./runs
-#   CONTAINER         none (default), shifter, podman-hpc or apptainer; CONTAINER_IMAGE names the image,
+#   CONTAINER         none (default), shifter, podman-hpc, apptainer or singularity; CONTAINER_IMAGE names the image,
 #                     CONTAINER_ARGS adds words to its command line (--nv, --gpu --nccl)
 #   PYTHON            Default: .venv/bin/python where that exists, else python; in a container python
 #   ENABLE_PROFILING  1 runs rank 0 under nsys; the report is LOGDIR/PROFILE_OUTPUT.nsys-rep
@@ -85,11 +85,11 @@ podman-hpc)
     done
     volume=--volume
     ;;
-apptainer)
-    container=(apptainer exec --pwd="$PWD" --bind="$PWD" "${extra[@]}")
+apptainer | singularity)
+    container=("$CONTAINER" exec --pwd="$PWD" --bind="$PWD" "${extra[@]}")
     volume=--bind
     ;;
-*) fail "CONTAINER=$CONTAINER: use none, shifter, podman-hpc or apptainer" ;;
+*) fail "CONTAINER=$CONTAINER: use none, shifter, podman-hpc, apptainer or singularity" ;;
 esac
 
 flags=()

@@ -19,7 +19,10 @@ else
     export TASKS_PER_NODE=4
     export SLURM_CPU_BIND=cores
     export SLURM_GPU_BIND=none              # every task sees the job's GPUs, which NCCL wants for NVLink
-    # NCCL on Slingshot, as CSCS's documentation has it for the same network (docs.cscs.ch, Communication, NCCL).
+    # NCCL on Slingshot: NERSC's own settings (NERSC/nccl-ofi-plugin on GitHub), and what CSCS's documentation has for
+    # the same network (docs.cscs.ch, Communication, NCCL).
+    export NCCL_SOCKET_IFNAME=hsn
+    export NCCL_CROSS_NIC=1
     export FI_MR_CACHE_MONITOR=userfaultfd  # the default monitor can deadlock with NCCL
     export FI_CXI_DISABLE_HOST_REGISTER=1
     export FI_CXI_DEFAULT_CQ_SIZE=131072

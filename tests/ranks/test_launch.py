@@ -53,6 +53,7 @@ def test_open_mpi():
 def test_slurm_step():
     assert find_world(STEP) == World(5, 8, 1, "nid001234", 10000 + 70077 % 20000)
     assert find_world({**STEP, "MASTER_ADDR": "a", "MASTER_PORT": "5"}) == World(5, 8, 1, "a", 5)
+    assert find_world({**STEP, "MASTER_ADDR_SUFFIX": "i"}).address == "nid001234i"
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,15 @@ from tests.helpers import ROOT, records, wait_until
 # Stands in for train.py where only the way it is started is in question: one JSON line a rank.
 STAND_IN = """
 import json, os, sys, time
-names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HDF5_USE_FILE_LOCKING"]
-line = json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}})
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+site = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_", "HDF5_"))}
+line = json.dumps({"argv": sys.argv[1:], "site": site, **{name: os.environ.get(name) for name in names}})
 os.write(1, (line + chr(10)).encode())
 if "--fail" in sys.argv:
     sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(300)
 """
 
-# Stands in for nsys, shifter, podman-hpc and apptainer: says how it was called, then runs what follows the marked word.
+# Stands in for nsys and for what runs a container: says how it was called, then runs what follows the marked word.
 WRAPPER = """#!/bin/bash
 echo "$(basename "$0") $*" >&2
 while [ $# -gt 0 ] && [ "$1" != "$STOP" ] && [ "$1" != bash ]; do shift; done
@@ -95,8 +96,8 @@ def test_one_failing_rank_ends_the_job(slurm, repo, python):
 @pytest.mark.parametrize(
     "env, message",
     [
-        ({"SITE": "nowhere"}, "submit_pm.sh: SITE=nowhere: there is no sites/nowhere.sh; the folder has: frontier.sh"),
-        ({"CONTAINER": "docker"}, "submit_pm.sh: CONTAINER=docker: use none, shifter, podman-hpc or apptainer"),
+        ({"SITE": "nowhere"}, "submit_pm.sh: SITE=nowhere: there is no sites/nowhere.sh; the folder has: alps.sh"),
+        ({"CONTAINER": "docker"}, "submit_pm.sh: CONTAINER=docker: use none, shifter, podman-hpc, apptainer"),
         ({"DATADIR": "/no/such"}, "submit_pm.sh: DATADIR=/no/such: there is no such folder"),
         ({"TRAIN_SCRIPT": "x.py"}, "submit_pm.sh: no x.py in "),
     ],
@@ -122,7 +123,10 @@ def test_profiling_wraps_rank_0_only(slurm, repo, python, tmp_path):
     assert [rank["argv"][-1] for rank in ranks(job)] == ["two  words"] * 2
 
 
-@pytest.mark.parametrize("name, mount", [("shifter", "--volume"), ("podman-hpc", "--volume"), ("apptainer", "--bind")])
+@pytest.mark.parametrize(
+    "name, mount",
+    [("shifter", "--volume"), ("podman-hpc", "--volume"), ("apptainer", "--bind"), ("singularity", "--bind")],
+)
 def test_a_container_gets_data_and_logs(slurm, repo, tmp_path, name, mount):
     env = tool(tmp_path / "bin", name, stop="bash")
     env |= {"CONTAINER": name, "CONTAINER_IMAGE": "an/image:1", "CONTAINER_ARGS": "--gpu --nccl"}
@@ -135,7 +139,7 @@ def test_a_container_gets_data_and_logs(slurm, repo, tmp_path, name, mount):
     assert [rank["argv"] for rank in ranks(job)] == [["--expdir", "/logs", "--data_dir", "/data", "two  words"]] * 2
 
 
-@pytest.mark.parametrize("site", ["perlmutter", "frontier", "leonardo"])
+@pytest.mark.parametrize("site", sorted(path.stem for path in ROOT.glob("sites/*.sh") if path.stem != "local"))
 def test_a_site_file_serves_the_login_shell_and_the_job(slurm, repo, python, site):
     # The job part runs here with a stand-in for `module`; the queue options would be refused on this machine.
     login = f"source sites/{site}.sh; env | grep -E '^(SITE|SBATCH_)'"
@@ -145,7 +149,10 @@ def test_a_site_file_serves_the_login_shell_and_the_job(slurm, repo, python, sit
     env = {**python, "SITE": site, "BASH_FUNC_module%%": "() { echo module $*; }", "SLURM_CPUS_PER_TASK": "1"}
     job = slurm.sbatch("-n", 2, "-c", 1, "submit_pm.sh", cwd=repo, env=env)
     assert job.exit_code == 0, job.output
-    assert [rank["HDF5_USE_FILE_LOCKING"] for rank in ranks(job)] == ["FALSE"] * 2
+    first, second = ranks(job)
+    exported = re.findall(r"^    export ((?:NCCL|GLOO|HDF5)_\w+)=(\S+)", (repo / f"sites/{site}.sh").read_text(), re.M)
+    assert first["site"] == second["site"] == dict(exported)  # not NCCL_NET, which is for several nodes
+    assert first["MASTER_ADDR"].endswith("i") == (site == "juwels")  # this machine's name has no i at its end
 
 
 def test_export_ddp_vars_wants_a_task_of_srun(slurm, repo):

@@ -68,7 +68,8 @@ def find_world(env: Mapping[str, str]) -> World:
     elif in_step:
         launcher = "SLURM_STEP_NUM_TASKS"
         needs = "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID (srun does)"
-        address = env.get("MASTER_ADDR") or _first_host(read("SLURM_STEP_NODELIST", str))
+        suffix = env.get("MASTER_ADDR_SUFFIX", "")  # see export_DDP_vars.sh
+        address = env.get("MASTER_ADDR") or _first_host(read("SLURM_STEP_NODELIST", str)) + suffix
         port = read("MASTER_PORT") if "MASTER_PORT" in env else _port(read("SLURM_JOB_ID", str))
         ranks = (read(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
         world = World(*ranks, address, port)

@@ -90,7 +90,8 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        return _all_reduce(x, group)
+        x = _all_reduce(x, group)
+        return x.view_as(x)  # compiled by PyTorch 2.11, the collective's own output would have a gradient of zero
 
     @staticmethod
     def backward(ctx, grad):

@@ -33,6 +33,8 @@ from utils.ranks.world import World
 from utils.run.run import Run
 
 OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
+# Before 2.13, PyTorch's flash attention for CPUs fails in float64 where it is compiled.
+COMPILED = ["--attention", "math"] if torch.__version__ < "2.13" else []
 
 
 class Kept(Observer):
@@ -217,7 +219,8 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
             counters.clear()
             torch.set_default_dtype(getattr(torch, mode.dtype))
             overflows = name == "fp16" and rank == ranks - 1
-            kept = trained(train_mp.main, flags(case["grid"], image, mode, folder), world, overflows)
+            argv = flags(case["grid"], image, mode, folder) + (COMPILED if "--enable_jit" in mode.flags else [])
+            kept = trained(train_mp.main, argv, world, overflows)
             exact, alike = references.get((image, mode.reference)), references.get((image, name))
             tp, cp, order = (case["grid"][key] for key in ("tensor_parallel", "context_parallel", "parallel_order"))
             everyone, grid = [None] * ranks, Grid(ranks, rank, tp, cp, order)

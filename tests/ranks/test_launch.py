@@ -10,6 +10,9 @@ import struct
 import subprocess
 import sys
 import termios
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ROOT, clean_environment, free_port, run_ranks, tiny_flags
-from utils.ranks.start import join
+from utils.ranks.start import JOINING, join
 from utils.ranks.watchdog import Watch
 from utils.ranks.world import World, _first_host, find_world
 
@@ -186,13 +189,32 @@ def count_sockets(folder: Path):
     world = find_world(os.environ)
     join(world)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
-    watch, groups = Watch(), [dist.new_group(backend="gloo") for _ in range(3)]
+    watch, groups = Watch(JOINING), [dist.new_group(backend="gloo") for _ in range(3)]
     for group in (None, *groups):
         dist.all_reduce(torch.ones(1000), group=group)
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     (folder / str(world.rank)).write_text(str(sum(link.startswith("socket") for link in links)))
     watch.close()
     dist.destroy_process_group()
+
+
+def say_no_word(how: Callable):
+    """Rank 1 of three is here, and dies, or hangs, before it says a word to its neighbour."""
+    world = find_world(os.environ)
+    join(world)
+    if world.rank == 1:
+        Watch._greet = lambda self: how(9)
+    Watch(timedelta(seconds=5))
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("how", [os._exit, time.sleep])
+def test_a_rank_that_never_says_a_word_ends_the_others(how):
+    first, second, third = run_ranks(3, say_no_word, how, timeout=60)
+    assert [first.returncode, second.returncode, third.returncode] == [1, 9 if how is os._exit else 1, 1]
+    late = "rank 2: no word from rank 1 in 0:00:05, and this one ends too"
+    assert late in third.stderr or how is os._exit and "rank 2: rank 1 is gone" in third.stderr
+    assert "rank 0: rank 2 is gone" in first.stderr
 
 
 def test_connections_do_not_grow_with_the_number_of_ranks(tmp_path):

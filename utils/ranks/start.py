@@ -35,8 +35,9 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
     threading.excepthook = partial(_told_by_the_next_call, others=threading.excepthook)
     try:
         world = find_world(os.environ)
-        join(world, _longest_wait(load, argv))
-        watch = Watch()
+        wait = _longest_wait(load, argv)
+        join(world, wait)
+        watch = Watch(wait)
         main(world, argv)
         code = 0
     except Ended as ended:

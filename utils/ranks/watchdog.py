@@ -1,5 +1,6 @@
 """What ends a run on every rank where one of them dies, on any launcher."""
 
+import contextlib
 import os
 import sys
 import threading
@@ -20,27 +21,40 @@ class Watch:
     A thread waits for a word of the rank before, which comes at the end of the run. The system closes the connections
     of a process that dies, however it died, and the wait fails. (torchrun and srun -K end a job too, if not as soon;
     with plain environment variables nobody does.)
+
+    Args:
+        wait: how long the rank before may take to say hello. Before that there is no connection that could be closed.
     """
 
-    def __init__(self):
+    def __init__(self, wait: timedelta):
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.before = (self.rank - 1) % self.ranks
         if self.ranks > 1:
             self.group = dist.new_group(backend="gloo", timeout=FOREVER)
-            self.hello = dist.isend(torch.zeros(1), dst=(self.rank + 1) % self.ranks, group=self.group)
-            self.thread = threading.Thread(target=self._wait, daemon=True)
-            self.thread.start()
+            self.has_met = threading.Event()
+            # Each in a thread of its own: gloo waits without end for a rank that died before they were connected.
+            self.threads = [threading.Thread(target=job, daemon=True) for job in (self._greet, self._wait)]
+            for thread in self.threads:
+                thread.start()
+            if not self.has_met.wait(wait.total_seconds()):
+                end_now(f"rank {self.rank}: no word from rank {self.before} in {wait}, and this one ends too")
 
     def close(self) -> None:
         """Take leave; all ranks call this. The others may then end."""
         if self.ranks > 1:
+            self._greet()
+            for thread in self.threads:
+                thread.join()
+
+    def _greet(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the rank after this one is gone: the ring tells
             dist.send(torch.zeros(1), dst=(self.rank + 1) % self.ranks, group=self.group)
-            self.thread.join()
 
     def _wait(self) -> None:
         try:
-            for _ in ("hello", "farewell"):  # a rank connects to another one at its first word
+            for _ in ("hello", "farewell"):
                 dist.recv(torch.zeros(1), src=self.before, group=self.group)
+                self.has_met.set()
         except RuntimeError:
             stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
             end_now(f"rank {self.rank}: rank {self.before} is gone, and this one ends too; it was at {place(stack)}")

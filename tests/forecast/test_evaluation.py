@@ -30,6 +30,7 @@ from tests.helpers import (
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.weights import export
 from utils.config.settings import Config
+from utils.data import ring
 from utils.data.files import Files
 from utils.errors import Ended, ReadError
 from utils.forecast.data import ForecastData
@@ -208,7 +209,7 @@ def test_a_user_reads_one_line(trained, tmp_path):
         assert line.startswith("evaluate.py: error: ")
 
 
-def test_what_a_user_can_get_wrong(trained, tmp_path):
+def test_what_a_user_can_get_wrong(trained, tmp_path, monkeypatch):
     run = str(trained / "runs/tiny/1GPU/00")
     assert "no complete checkpoint" in refused(["--checkpoint", str(tmp_path)])
     assert "no /" in refused(["--checkpoint", str(tmp_path / "none")])
@@ -222,6 +223,8 @@ def test_what_a_user_can_get_wrong(trained, tmp_path):
     assert "inf_data_path is None" in refused(["--checkpoint", run])
     assert "'Robins' is no map of cartopy.crs" in refused(flags(trained, "--projection", "Robins"))
     assert "ema_decay" in refused(flags(trained, "--weights", "ema", "--checkpoint", str(_plain(trained))))
+    monkeypatch.setattr(ring, "available", lambda: 0)
+    assert "do not fit into memory" in refused(flags(trained, "--out", str(tmp_path / "out")))
 
 
 def _plain(trained: Path) -> Path:
@@ -322,16 +325,16 @@ def test_a_data_dir_that_moves_nothing_is_said_to(trained, tmp_path):
 
 
 def test_a_value_that_is_not_finite_ends_it_with_its_place(trained, tmp_path):
-    data = fields(9, 3, 17, 32)
-    data[4, 1, 2, 3] = np.nan
-    write_file(tmp_path / "bad/2003.h5", data, names=NAMES)
-    argv = flags(trained, "--inf_data_path", str(tmp_path / "bad"), "--out", str(tmp_path / "out"))
-    for ranks in (1, 2):
+    for ranks, frame in ((1, 0), (2, 4)):  # a state that a forecast begins with, and what happened later
+        data = fields(9, 3, 17, 32)
+        data[frame, 1, 2, 3] = np.nan
+        write_file(tmp_path / f"{frame}/2003.h5", data, names=NAMES)
+        argv = flags(trained, "--inf_data_path", str(tmp_path / str(frame)), "--out", str(tmp_path / "out"))
         results = run_ranks(ranks, [str(ROOT / "evaluate.py"), *argv])
         codes = {done.returncode for done in results}
         assert 2 in codes and codes <= {1, 2}  # 1 where another rank's end came first
         told = "".join(done.stderr for done in results)
-        assert "2003.h5: frame 4, channel 'v', row 2, column 3 is nan" in told and "Traceback" not in told
+        assert f"2003.h5: frame {frame}, channel 'v', row 2, column 3 is nan" in told and "Traceback" not in told
 
 
 def test_a_climatology_that_does_not_fit(trained, tmp_path):

@@ -70,10 +70,12 @@ class BatchReader:
     Raises OSError where the buffers do not fit into memory.
     """
 
+    both = True  # a batch has inputs and targets
+
     def __init__(self, samples: Samples, B: int, slots: int, how: Reading):
         (self.readers, self.pairs, self.dt), self.share = samples, how.share
         self.read_size = len(range(B)[how.share])
-        self.ring = BatchRing(slots, self.read_size, self.readers)
+        self.ring = BatchRing(slots, self.read_size, self.readers, both=self.both)
         self.durations: deque[float] = deque(maxlen=1000)  # s, of the last reads
         self.batches = [
             Batch(*map(torch.from_numpy, frames), torch.empty(B), is_shared=how.share != slice(None))
@@ -120,7 +122,7 @@ class BatchReader:
 
     def start_process(self) -> ReaderProcess:
         """Start a process that can carry out jobs."""
-        return ReaderProcess(len(self.batches), self.read_size, self.readers, self.ring.fd)
+        return ReaderProcess(len(self.batches), self.read_size, self.readers, self.ring.fd, self.both)
 
 
 def pin_memory(memory: np.ndarray) -> None:

@@ -26,13 +26,13 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from utils.data import rea
 class ReaderProcess:
     """The process, as its parent sees it. It ends with its parent, whatever ends that."""
 
-    def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int):
+    def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int, both: bool):
         try:
             self.connection, child = Pipe()
             self.process = self._start(child, fd)
         except OSError as error:
             raise ReadError(f"cannot start a reader process ({error}): lower --num_data_workers") from None
-        self._ask(slots, batch, readers)
+        self._ask(slots, batch, readers, both)
 
     @staticmethod
     def _start(child: Connection, fd: int) -> subprocess.Popen:
@@ -90,8 +90,8 @@ def main(socket: str, memory: str) -> None:
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     connection = Connection(int(socket))
-    slots, batch, readers = connection.recv()
-    ring = BatchRing(slots, batch, readers, fd=int(memory))
+    slots, batch, readers, both = connection.recv()
+    ring = BatchRing(slots, batch, readers, int(memory), both)
     while True:
         try:
             slot, part, place, file, t = connection.recv()

@@ -26,19 +26,23 @@ class BatchRing:
     Args:
         readers: who reads the inputs, and who the targets.
         fd: the memory of a ring that another process made; None makes a new one.
+        both: a buffer holds inputs and targets; otherwise either of them, in the same memory.
 
     Raises OSError where the machine has not enough memory.
     """
 
-    def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int | None = None):
+    def __init__(
+        self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int | None = None, both: bool = True
+    ):
         sizes = [batch * int(np.prod(reader.shape)) * reader.files.dtype.itemsize for reader in readers]
-        self.nbytes = slots * sum(sizes)
+        size = sum(sizes) if both else max(sizes)
+        self.nbytes = slots * size
         length = max(self.nbytes, 1)  # a rank may have nothing to read
         try:
             self.fd = allocate(length) if fd is None else fd
         except OSError as error:
             raise OSError(
-                f"{slots} batches of {sum(sizes) / 1e9:.2f} GB do not fit into memory ({error.strerror}): "
+                f"{slots} batches of {size / 1e9:.2f} GB do not fit into memory ({error.strerror}): "
                 f"lower --local_batch_size or --num_data_workers"
             ) from None
         weakref.finalize(self, os.close, self.fd)
@@ -46,13 +50,11 @@ class BatchRing:
         memory = mmap.mmap(self.fd, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         self.memory = np.frombuffer(memory, np.uint8)
         self.frames: list[list[np.ndarray]] = []  # of each slot: inputs [B, C_in, H, W] and targets [B, C_out, H, W]
-        at = 0
-        for _ in range(slots):
+        for slot in range(slots):
             self.frames.append([])
-            for reader, size in zip(readers, sizes):
-                flat = self.memory[at : at + size].view(reader.files.dtype)
+            for reader, start, part in zip(readers, (0, both * sizes[0]), sizes):
+                flat = self.memory[slot * size + start :][:part].view(reader.files.dtype)
                 self.frames[-1].append(flat.reshape(batch, *reader.shape))
-                at += size
 
 
 def allocate(length: int) -> int:

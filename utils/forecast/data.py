@@ -30,6 +30,8 @@ LARGEST_MAP = 720  # columns
 class StepReader(BatchReader):
     """Reads forecasts step by step: a batch is their initial states, as inputs, or the truth later, as targets."""
 
+    both = False
+
     def jobs(self, slot: int, step: tuple[np.ndarray, int] | None) -> list[Read]:
         """Return the reads for rows (file, t), which are the k-th step of forecasts; none after the last one."""
         frames, k = step or ((), 0)

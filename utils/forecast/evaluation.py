@@ -87,7 +87,8 @@ class EvaluationRun:
         size = min(self.config.local_batch_size, -(-len(self.data) // self.world.size))
         shares = [share_out(self.left, rank, self.world.size, size) for rank in range(self.world.size)]
         mine, rounds = shares[self.world.rank], len(shares[0])
-        self.data.begin(mine)
+        with all_ranks_agree():
+            self.data.begin(mine)
         bar = tqdm(range(rounds), desc="forecasts", unit="batch", disable=None if self.world.rank == 0 else True)
         said = time.monotonic()
         for i in bar:

@@ -43,7 +43,10 @@ class Judge:
                     with self.store.writing():
                         self.writer.add(n, k, written)
         for n, lists in kept.items():
-            if not np.isfinite(np.stack(lists["moments"])[:, 1:]).all():  # of models and climatology
+            found = np.stack(
+                lists["moments"]
+            )  # last of climatology: of the truth; first of models: of the initial state
+            if not (np.isfinite(found[:, -1]).all() and np.isfinite(found[0, 1:]).all()):
                 self.data.find_nonfinite(n)
             with self.store.writing():
                 if self.writer:

@@ -24,7 +24,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
         )
     if config.compile_mode == "reduce-overhead" and device.type == "cpu":
         raise ValueError("compile_mode reduce-overhead replays CUDA graphs, and the device is cpu: take default")
-    if config.compile_mode in GRAPH_MODES and torch.version.hip:
+    if config.compile_mode in GRAPH_MODES and device.type == "cuda" and torch.version.hip:
         raise ValueError(
             f"compile_mode {config.compile_mode} replays graphs, with which training on AMD GPUs was reported to "
             f"converge worse, without an error (pytorch issue 187715): take default or max-autotune-no-cudagraphs"
@@ -54,6 +54,9 @@ def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
     torch._dynamo.config.optimize_ddp = any(model in modules for modules in found.values())
     for module in dict.fromkeys(m for modules in found.values() for m in modules):
         module.forward = torch.compile(module.forward, fullgraph=True, mode=mode)
+    if mode in GRAPH_MODES:
+        # Without gradients a block's graph would take the block before for done, and free its output, which it reads.
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
 
 
 def _class_names(module: nn.Module) -> list[str]:

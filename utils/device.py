@@ -37,14 +37,16 @@ def pick_device(name: str, local_rank: int, expandable_segments: bool = True) ->
         raise ValueError("device is 'cuda', but torch sees no GPU here: take --device cpu, or ask for GPUs")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    if allocator_settings(expandable_segments, device) == EXPANDABLE:
+    settings = allocator_settings(expandable_segments, device)
+    if settings == EXPANDABLE:
         # PyTorch reads its variable when CUDA starts, before we know the GPU, and has no public function for later.
         # tests/gpu/test_gpu.py, test_memory_grows_in_expandable_segments, fails where this one is gone.
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
         (change or torch.cuda.memory._set_allocator_settings)(EXPANDABLE)
-    # NCCL would register the buffers of a CUDA graph, ours or the compiler's, which fails or hangs where their memory
-    # lies in segments that can grow (pytorch issue 158029, torchtitan issue 3306).
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if EXPANDABLE in settings:
+        # NCCL would register the buffers of a CUDA graph, ours or the compiler's, which fails or hangs where their
+        # memory lies in segments that can grow (pytorch issue 158029, torchtitan issue 3306).
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     return device
 
 

@@ -81,12 +81,12 @@ class Scores:
     def reduce(self) -> dict[str, float | list[float | None]]:
         """Return the means over all samples of all ranks: `loss`, and `rmse`, `acc`, `persistence` per channel."""
         dist.all_reduce(self.sums, group=self.group)
-        sums = self.sums.cpu()
+        sums, origins = torch.vstack([self.sums, self.origins]).cpu().split([5, 1])
         rmse, acc, persistence = (sums[2:] / sums[1, 0]).tolist()
         return {
             "loss": (sums[0, 0] / sums[1, 0]).item(),
             "samples": int(sums[1, 0]),
             "rmse": rmse,
             "acc": acc,
-            "persistence": [x if origin >= 0 else None for x, origin in zip(persistence, self.origins.tolist())],
+            "persistence": [x if origin >= 0 else None for x, origin in zip(persistence, origins[0].tolist())],
         }

@@ -1,6 +1,7 @@
 """Compilation: which modules, which modes, and the same losses."""
 
 import functools
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.distributed.recorded_graph import always_ddp
 from tests.helpers import group_of_one, losses, run_here, tiny_flags
 from utils.compiler import check_compiler, compile_modules
 from utils.config.settings import Config
+from utils.device import pick_device
 
 
 @pytest.mark.slow
@@ -59,6 +61,34 @@ def test_graphs_of_the_compiler_are_refused_on_amd(monkeypatch):
     check_compiler(Config(enable_jit=True, compile_mode="max-autotune-no-cudagraphs"), torch.device("cuda"))
     with pytest.raises(ValueError, match="max-autotune replays graphs, .* AMD GPUs"):
         check_compiler(Config(enable_jit=True, compile_mode="max-autotune"), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "user, grows", [(None, True), ("max_split_size_mb:64", False), ("expandable_segments:True", True)]
+)
+def test_nccl_registers_no_buffers_where_segments_can_grow(monkeypatch, user, grows):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("PYTORCH_ALLOC_CONF", user), ("NCCL_GRAPH_REGISTER", None)):
+        monkeypatch.setenv(name, "")  # what it was comes back, whatever is set meanwhile
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    for name, value in (("is_available", True), ("device_count", 4), ("set_device", None), ("get_device_name", "H100")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None)
+    assert pick_device("auto", 5) == torch.device("cuda", 1)
+    assert os.environ.get("NCCL_GRAPH_REGISTER") == ("0" if grows else None)
+
+
+def test_graphs_of_the_compiler_are_told_when_a_model_begins(monkeypatch):
+    begun = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    for mode, times in (("default", 0), ("reduce-overhead", 2)):
+        model = ViT((16, 32), 4, 3, 3, 32, 3, 4)
+        compile_modules(model, ["Block"], mode)
+        for _ in range(2):
+            model(torch.randn(1, 3, 16, 32))
+        assert len(begun) == times
 
 
 @pytest.mark.parametrize("chapter, name", [(train, "1GPU"), (train_mp, "1MP")])

@@ -43,9 +43,8 @@ class Judge:
                     with self.store.writing():
                         self.writer.add(n, k, written)
         for n, lists in kept.items():
-            found = np.stack(
-                lists["moments"]
-            )  # last of climatology: of the truth; first of models: of the initial state
+            # Climatology's tell of the truth, and a model's first ones of the state that it began with.
+            found = np.stack(lists["moments"])
             if not (np.isfinite(found[:, -1]).all() and np.isfinite(found[0, 1:]).all()):
                 self.data.find_nonfinite(n)
             with self.store.writing():

@@ -60,8 +60,8 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
         without = measure_collectives(flags, nproc, NCCL_P2P_DISABLE="1")["groups"]
     together = set().union(*cores)
     own = len(together) == sum(map(len, cores))
-    for network in measured["networks"]:
-        slow = network == "Socket" and spread(nproc)[0] > 1
+    for network in measured["networks"] if spread(nproc)[0] > 1 else ():
+        slow = network == "Socket"
         yield Line(f"NCCL's network between nodes: {network}", finding("network") if slow else None)
     yield Line(f"ranks {'have cores of their own' if own else 'share their cores'}: {len(together)} on this node")
     for group in dict.fromkeys(name.split()[0] for name in found):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -102,8 +103,7 @@ def graphs(figures: Figures) -> None:
             bench.is_timed = False  # a recording has no place for the events of a clock
             if recorded:
                 make = partial(CudaGraph, [])
-                for group in bench.optimizer.param_groups:
-                    group["capturable"] = True
+                bench.optimizer.param_groups[0]["capturable"] = True
                 step = Captured(step, "step", WARMUP, make)
                 captured = Captured(update, "update", WARMUP, make)
                 update = lambda lr, captured=captured: captured(torch.full((), lr, device="cuda"))  # noqa: E731
@@ -259,13 +259,22 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_suite.py: torch sees no GPU here; benchmarks/step.py runs on a CPU")
-    figures, kernels = Figures(), {}
+    figures, kernels, failed = Figures(), {}, []
     for name, part in PARTS.items():
         if name not in args.skip:
             start = time.perf_counter()
-            kernels |= part(figures) or {}
+            try:
+                kernels |= part(figures) or {}
+            except Exception:  # what it has measured so far is kept, and the other parts are run
+                traceback.print_exc()
+                failed.append(name)
+                if torch.distributed.is_initialized():
+                    torch.distributed.destroy_process_group()
+                clean_up()
             figures[f"{name}: seconds"] = time.perf_counter() - start
             write_record(args.json, figures, figures.spread, kernels=kernels)
+    if failed:
+        sys.exit(f"gpu_suite.py: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,6 @@ else
     export GLOO_SOCKET_IFNAME=hsn0     # what ranks tell each other beside tensors
     export NCCL_PROTO=^LL128           # slower on Slingshot, and wrong sums were seen on GH200: NVIDIA/nccl issue 2001
     # Between nodes a plugin that is missing is an error then, and not TCP in silence.
-    [ "$SLURM_JOB_NUM_NODES" = 1 ] || export NCCL_NET="AWS Libfabric"
+    [ "$SLURM_JOB_NUM_NODES" = 1 ] || export NCCL_NET="AWS Libfabric" NCCL_DEBUG=${NCCL_DEBUG:-WARN}
     export HDF5_USE_FILE_LOCKING=FALSE # Lustre
 fi

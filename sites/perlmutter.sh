@@ -26,8 +26,9 @@ else
     export FI_MR_CACHE_MONITOR=userfaultfd  # the default monitor can deadlock with NCCL
     export FI_CXI_DISABLE_HOST_REGISTER=1
     export FI_CXI_DEFAULT_CQ_SIZE=131072
-    # Between nodes a plugin that is missing is an error then, and not TCP in silence.
-    [ "$SLURM_JOB_NUM_NODES" = 1 ] || export NCCL_NET="AWS Libfabric"
+    # Between nodes a plugin that is missing is an error then, and not TCP in silence. (A .venv needs it, too: load the
+    # module of NCCL that has it, `module avail nccl`.)
+    [ "$SLURM_JOB_NUM_NODES" = 1 ] || export NCCL_NET="AWS Libfabric" NCCL_DEBUG=${NCCL_DEBUG:-WARN}
     export HDF5_USE_FILE_LOCKING=FALSE      # Lustre scratch
     case $CONTAINER in
     shifter) export CONTAINER_ARGS=${CONTAINER_ARGS:---module=gpu,nccl-plugin} ;; # image: nersc/pytorch:<tag>

@@ -119,8 +119,10 @@ def stop_timeline() -> None:
     timeline = None
 
 
-# Nsight Systems tells what it starts by this variable; where it records one window only, `nsight_window` says when.
-nsight = "NSYS_PROFILING_SESSION_ID" in os.environ
+# Tools that take names (NVTX, on AMD roctx) set a variable in what they start.
+# Where Nsight Systems records one window only, `nsight_window` says when.
+TOOLS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH", "ROCP_TOOL_LIBRARIES")
+nsight = bool(torch.version.cuda or torch.version.hip) and any(name in os.environ for name in TOOLS)
 
 
 def span(name: str) -> contextlib.AbstractContextManager:

@@ -128,7 +128,8 @@ def limits(data: WeatherData | None, ranks: int) -> Iterator[Line]:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # a run raises the limit as far as it may
     needed = 256 + 3 * ranks  # of rank 0, which all others talk to: benchmarks/startup.py counts them
     is_little = f"let the site raise the hard limit (ulimit -Hn) to {needed}" if 0 <= files < needed else None
-    yield Line(f"{files} open files are allowed at most; {ranks} rank(s) take up to {needed}", is_little)
+    most = "any number of" if files < 0 else files
+    yield Line(f"{most} open files are allowed; {ranks} rank(s) take up to {needed}", is_little)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if data and torch.cuda.is_available() and locked != resource.RLIM_INFINITY:
         ring = data.train_loader.reader.ring.nbytes + data.valid_loader.reader.ring.nbytes

@@ -209,6 +209,8 @@ def judged(mode: Mode, everyone: list[dict], alike: dict | None, plain_losses: l
 def worker(folder: str, rank: int, ranks: int, port: int) -> None:
     """One rank: run all cases; rank 0 prints a line of JSON for each."""
     torch.set_num_threads(1)
+    if COMPILED and rank == 0:
+        print(f"certificate: PyTorch {torch.__version__}: compiled modes take --attention math", file=sys.stderr)
     references = torch.load(f"{folder}/references.pt")
     for i, case in enumerate(json.loads(Path(folder, f"cases{ranks}.json").read_text())):
         world = World(rank, ranks, rank, "127.0.0.1", port + i)

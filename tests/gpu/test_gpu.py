@@ -13,7 +13,7 @@ import train_mp
 import train_mp_graphs
 from distributed import mappings
 from distributed.helpers import GridScaler
-from networks.attention import BACKENDS, attention, check_attention
+from networks.attention import BACKENDS, attention, check_attention, has_cudnn_fault, pick_attention
 from tests.distributed.recorded_graph import always_ddp
 from tests.helpers import (
     fields,
@@ -39,12 +39,6 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def device():
     return torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def forget_compiled_code():
-    """All tests compile the same lines; torch.compile gives up after eight versions of one."""
-    torch.compiler.reset()
 
 
 def on_gpu(tiny, *flags):
@@ -73,7 +67,7 @@ def test_flags_follow_float32(tiny, flags):
     residual = ["--residual"] if "--residual" in flags else []
     plain = losses(run_here(on_gpu(tiny, "--lr", "1e-4", *residual)))
     folder = run_here(on_gpu(tiny, "--lr", "1e-4", *flags, "--run_num", "b"))
-    np.testing.assert_allclose(losses(folder), plain, rtol=0.02)
+    np.testing.assert_allclose(losses(folder), plain, rtol=1e-3)  # without a single update it would be 8e-3
     last = records(folder, "epoch")[-1]
     assert last["mfu"] > 0 and last["peak_memory_gb"] > 0
 
@@ -174,17 +168,29 @@ def test_attention_kernels_agree_with_math_in_float32(device, kernel, head_dim, 
         check_attention(kernel, head_dim, device, torch.bfloat16)
     except ValueError as error:
         pytest.skip(str(error))
+    allow_tf32(False)
     torch.manual_seed(0)
     q, k, v, g = torch.randn(4, 1, 4, tokens, head_dim, device=device)
     results = []
     for name, dtype in (("math", torch.float32), (kernel, torch.bfloat16)):
-        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        with train.span(name):
-            out = attention(*inputs, name, 0.0)
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs, name, 0.0)
         out.backward(g.to(dtype))
         results.append([out, *(x.grad for x in inputs)])
     for exact, got in zip(*results):
         assert torch.isfinite(got).all() and (exact - got.float()).norm() < 0.03 * exact.norm()
+
+
+def test_cudnn_is_left_out_where_its_gradients_may_be_nan(device):
+    """192 tokens are 64 more than 128."""
+    if not has_cudnn_fault(192, device):
+        pytest.skip("no Hopper GPU, or a cuDNN that is mended")
+    with pytest.raises(ValueError, match="cuDNN before 9.26"):
+        pick_attention("cudnn", 192, 64, device, torch.bfloat16, 0.0)
+    picked = pick_attention("auto", 192, 64, device, torch.bfloat16, 0.0)
+    q, k, v = torch.randn(3, 1, 4, 192, 64, device=device, dtype=torch.bfloat16).requires_grad_()
+    (grad,) = torch.autograd.grad(attention(q, k, v, picked, 0.0).sum(), q)
+    assert picked in ("flash", "efficient") and torch.isfinite(grad).all()
 
 
 def test_flash_attention_in_float32_is_refused(device):
@@ -319,18 +325,20 @@ GRAPH_FLAGS = [
 
 @pytest.mark.parametrize("flags", GRAPH_FLAGS, ids=lambda flags: " ".join(flags) or "plain")
 def test_a_graph_gives_the_losses_of_the_eager_loop(tiny, flags):
-    more = ["--num_iters", "16", *(flag for flag in flags if flag != "--graph_optimizer")]
-    eager = run_here(on_gpu(tiny, *more), train_mp.main, "1MP")
-    graphed = on_gpu(tiny, *flags, "--num_iters", "16", "--graph_warmup", "5", "--run_num", "graph")
+    exact = ["--no_tf32", "--num_iters", "16"]
+    eager = on_gpu(tiny, *exact, *(flag for flag in flags if flag != "--graph_optimizer"))
+    eager = run_here(eager, train_mp.main, "1MP")
+    graphed = on_gpu(tiny, *exact, *flags, "--graph_warmup", "5", "--run_num", "graph")
     with torch.cuda.stream(torch.cuda.current_stream()):  # the script leaves its own stream behind
         graphed = run_here(graphed, train_mp_graphs.main, "1MP")
     assert "CUDA graph of the step: recorded" in (graphed / "out.log").read_text()
-    rtol = 1e-5 if not {"--amp_mode", "--dropout"} & set(flags) else 2e-3
+    rtol = 2e-3 if "--amp_mode" in flags else 1e-5  # other random numbers would be 1e-3
     np.testing.assert_allclose(losses(graphed), losses(eager), rtol=rtol)
 
 
 @pytest.mark.parametrize("flags", [[], ["--amp_mode", "bf16", "--graph_optimizer", "--enable_fused"]])
-def test_ddp_and_nccl_are_recorded(tiny, monkeypatch, flags):
+def test_ddp_is_recorded(tiny, monkeypatch, flags):
+    """Its hooks, buckets and streams. NCCL itself launches nothing for the sum of one rank."""
     monkeypatch.setattr(train_mp, "data_parallel", always_ddp)
     more = ["--num_iters", "18", *(flag for flag in flags if flag != "--graph_optimizer")]
     eager = run_here(on_gpu(tiny, *more), train_mp.main, "1MP")

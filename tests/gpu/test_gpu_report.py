@@ -114,7 +114,7 @@ def test_the_gpu_tells_its_use_memory_and_power():
     for _ in range(50):
         held.add_(1)
     torch.cuda.synchronize()
-    wait_until(lambda: "gpu_watts" in watch.newest)
+    wait_until(lambda: "gpu_watts" in watch.newest, seconds=20)
     found = watch.take()
     watch.close()
     assert found["gpu_memory_gb"] >= 1 and 0 <= found["gpu_use"] <= 1
@@ -124,7 +124,7 @@ def test_the_gpu_tells_its_use_memory_and_power():
 def test_the_log_names_what_the_gpu_tells(tiny):
     log = (run_here(on_gpu(tiny, "--report")) / "out.log").read_text()
     assert re.search(r"gpu_use +\d", log) or "pip install nvidia-ml-py" in log
-    assert re.search(r"allocator +\d+\.\d+  its peak in the same step", log)
+    assert re.search(r"allocator +\d+\.\d+ +its peak in the same step", log)
 
 
 def test_the_doctor_knows_the_gpu(tiny, capsys):
@@ -135,6 +135,7 @@ def test_the_doctor_knows_the_gpu(tiny, capsys):
     assert f"it has {memory:.1f} GiB" in told and "CUDA " in told and "no GPU" not in told
 
 
+@pytest.mark.timeout(600)  # nine processes, two of which compile
 def test_the_ladder_has_the_rungs_of_a_gpu(tiny, tmp_path):
     argv = [*tiny_flags(tiny)[:6], "--global_batch_size=4", "--rungs", "TF32", "alone: fp16", "graphs"]
     ladder.main([*argv, "--iterations=5", "--repeats=1", "--nproc=1", "--json", str(tmp_path / "out.json")])

@@ -5,6 +5,8 @@ import functools
 import importlib
 import json
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from unittest import mock
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 import train
 from distributed import mappings
-from tests.helpers import losses, records, run_folder, run_here, run_ranks, tiny_flags
+from tests.helpers import ROOT, clean_environment, losses, records, run_folder, run_here, run_ranks, tiny_flags
 from utils import spans
 from utils.errors import Ended
 from utils.measure import time_table as time_report
@@ -85,6 +87,13 @@ def test_ranges_of_nsight_systems_have_the_same_names(monkeypatch):
         with span("forward"):
             raise ZeroDivisionError
     assert told == ["step 3", "data copy in 3", "end", "forward", "end", "end"]
+
+
+def test_a_tool_that_takes_names_harms_no_build_without_them():
+    code = "from utils import spans\nwith spans.span('x'): print(spans.nsight, end='')"
+    env = clean_environment(NSYS_PROFILING_SESSION_ID="1")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == str(bool(torch.version.cuda or torch.version.hip)), done.stderr
 
 
 def test_a_record_knows_the_slowest_rank(clock, monkeypatch):

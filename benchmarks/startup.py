@@ -96,7 +96,8 @@ def main() -> None:
         print(f"{ranks:5} ranks: {seconds:6.1f} s; {others:4} sockets a rank, {first:4} on rank 0", flush=True)
     if len(found) > 2:
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "1") == "1"
-        for name, i, law in (("sockets", 1, math.log2 if is_lazy else float), ("sockets_rank_0", 2, float)):
+        growth = math.log2 if is_lazy else float
+        for name, i, law in (("seconds", 0, float), ("sockets", 1, growth), ("sockets_rank_0", 2, float)):
             slope, constant = np.polyfit([law(ranks) for ranks in found], [x[i] for x in found.values()], 1)
             figures[f"{name}_1024"] = round(slope * law(1024) + constant)
             print(f"{name} at 1,024 ranks: about {figures[f'{name}_1024']}")

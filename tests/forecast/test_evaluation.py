@@ -325,7 +325,7 @@ def test_a_data_dir_that_moves_nothing_is_said_to(trained, tmp_path):
 
 
 def test_a_value_that_is_not_finite_ends_it_with_its_place(trained, tmp_path):
-    for ranks, frame in ((1, 0), (2, 4)):  # a state that a forecast begins with, and what happened later
+    for ranks, frame in ((1, 0), (2, 8)):  # of a state that a forecast begins with only, and of what happened only
         data = fields(9, 3, 17, 32)
         data[frame, 1, 2, 3] = np.nan
         write_file(tmp_path / f"{frame}/2003.h5", data, names=NAMES)

@@ -59,6 +59,7 @@ def test_graphs_of_the_compiler_allow_one_run_of_a_block_in_a_step():
 def test_graphs_of_the_compiler_are_refused_on_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     check_compiler(Config(enable_jit=True, compile_mode="max-autotune-no-cudagraphs"), torch.device("cuda"))
+    check_compiler(Config(enable_jit=True, compile_mode="max-autotune"), torch.device("cpu"))  # it records none
     with pytest.raises(ValueError, match="max-autotune replays graphs, .* AMD GPUs"):
         check_compiler(Config(enable_jit=True, compile_mode="max-autotune"), torch.device("cuda"))
 

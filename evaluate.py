@@ -34,17 +34,15 @@ def rollout(
     They are those of the next batch of initial times that `data` reads.
     """
     frames = data.read()
-    initial = next(frames)
+    initial, _ = next(frames)
     persistence = data.persistence(initial)
     states = dict.fromkeys(models, data.normalise(initial.clone()))  # a frame is valid until the next one comes
     for _ in range(data.steps):
-        forecasts = {"persistence": persistence}
-        for name, model in models.items():
-            with autocast(config, data.device):
-                forecast = model(states[name]).to(states[name].dtype)
-            states[name] = forecast.index_select(1, data.feedback)  # of the next step
-            forecasts[name] = data.in_units(forecast)
-        yield next(frames), forecasts  # a GPU computes the forecasts while the truth is copied
+        with autocast(config, data.device):
+            forecasts = {name: model(states[name]).to(states[name].dtype) for name, model in models.items()}
+        truth, forced = next(frames)  # a GPU computes the forecasts while the truth is copied
+        states = {name: model.next_input(forecasts[name], forced) for name, model in models.items()}
+        yield truth, {"persistence": persistence} | {name: data.in_units(x) for name, x in forecasts.items()}
 
 
 def main(world: World, argv: list[str]) -> None:

@@ -49,6 +49,7 @@ def forward_backward(
     model: nn.Module,
     inp: Tensor,
     target: Tensor,
+    forced: Tensor,
     scaler: torch.amp.GradScaler,
     config: Config,
     distance: Callable[[Tensor, Tensor], Tensor] = relative_l2,
@@ -56,18 +57,19 @@ def forward_backward(
 ) -> Tensor:
     """Fill the gradients of one optimiser step and return the loss, the mean over this rank's samples.
 
+    A forecast goes as many steps ahead as there are targets (K B C H W), and the gradients pass through all of them.
     The samples (B C H W) pass in `accumulation_steps` parts: the gradients add up, and only one part is in memory.
     Chapter 2 explains when the distance and the gradients are others.
     """
     model.zero_grad(set_to_none=True)
     steps, losses = config.accumulation_steps, []
-    for i, (x, y) in enumerate(zip(inp.chunk(steps), target.chunk(steps))):
+    for i, (x, y, known) in enumerate(zip(inp.chunk(steps), target.chunk(steps, 1), forced.chunk(steps, 1))):
         # DDP averages gradients over the ranks during the backward pass: once a step, in its last part.
         wait = isinstance(model, nn.parallel.DistributedDataParallel) and i < steps - 1
         with model.no_sync() if wait else contextlib.nullcontext():
             with span("forward"):
                 with autocast(config, x.device):
-                    forecast = model(x)
+                    forecast = model(x, known)
                 loss = distance(forecast, y).mean() / steps
             with span("backward"):
                 # Scaled up, fp16 gradients do not vanish; the scaler is the identity in the other modes.
@@ -111,7 +113,7 @@ def update_weights(
 def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData, config: Config, run: Run) -> None:
     """Train for `num_iters` iterations; validate after each epoch and at the end: also the weights' moving average.
 
-    `step(inp, target)` fills the gradients, returns the loss; `update(lr)` changes the weights, returns the norm.
+    `step(inp, target, forced)` fills the gradients, returns the loss; `update(lr)` changes the weights, returns the norm.
     """
     while not run.should_stop:
         model.train()
@@ -119,8 +121,8 @@ def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData,
             i = run.iteration
             with span(f"step {i}"):
                 with span(f"data copy in {i}"):
-                    inp, target = data.to_device(batch)
-                loss = step(inp, target)
+                    tensors = data.to_device(batch)
+                loss = step(*tensors)
                 with span("optimizer"):
                     lr = learning_rate(i, config)
                     grad_norm = update(lr)
@@ -134,9 +136,10 @@ def validate(model: nn.Module, batches: Iterable[Batch], data: WeatherData, conf
     model.eval()
     scores, example = data.scores(), None
     for batch in batches:
-        inp, target = data.to_device(batch)
+        inp, (target,), _ = data.to_device(batch)
         with autocast(config, inp.device):
             forecast = model(inp)
+        inp = data.tokens.own(inp)
         scores.update(forecast, inp, target, batch.counts.to(inp.device, non_blocking=True))
         example = example or tuple(data.tokens.whole(field[0].clone()) for field in (inp, target, forecast))
     return scores.reduce(), example
@@ -151,7 +154,9 @@ def build_model(config: Config, fields: Fields, device: torch.device | None = No
         config.img_size, config.patch_size, len(fields.in_names), len(fields.out_names),
         config.embed_dim, config.depth, config.num_heads, dropout=config.dropout, drop_path=config.drop_path,
         attention=kernel, activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
+        overlap=config.patch_overlap, feedback=fields.feedback,
         residual=fields.origins if config.residual else None, residual_scale=fields.residual_scale,
+        conserve=fields.kept(config.conserve_mean), area=torch.tensor(fields.area, dtype=torch.get_default_dtype()),
     )  # fmt: skip
     return load_weights(model, config.init_from)
 

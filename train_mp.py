@@ -32,15 +32,15 @@ from utils.run.run import Run
 
 def make_step(
     serial_step: Callable[..., torch.Tensor], grid: Grid, shard: TokenShard, gradients: TensorParallelGradients
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> Callable[..., torch.Tensor]:
     """Return the step of chapter 1 with what a parallel model adds to it."""
     # A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
     distance = partial(relative_l2, total=partial(reduce, group=shard.group))
 
-    def step(inp: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def step(*tensors: torch.Tensor) -> torch.Tensor:
         """Fill the gradients: means over dp, sums over cp, and over tp where its ranks hold replicas."""
         # DDP divides by dp x cp, and the gradients are to be divided by dp only.
-        loss = serial_step(inp, target, distance=distance, gradient_factor=grid.get_size("cp"))
+        loss = serial_step(*tensors, distance=distance, gradient_factor=grid.get_size("cp"))
         gradients.sync()
         return loss
 

@@ -31,7 +31,7 @@ def prepare(config: Config, grid: Grid, device: torch.device) -> None:
 
 
 def capture(
-    step: Callable[[Tensor, Tensor], Tensor],
+    step: Callable[..., Tensor],
     update: Callable[[float], Tensor],
     model: ParallelViT,
     config: Config,

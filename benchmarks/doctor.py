@@ -115,7 +115,7 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
             with open(path, "rb") as file, contextlib.suppress(AttributeError, OSError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         speeds[depth] = read_speed(reader, depth)
-    size = sum(frames[0].nbytes for frames in reader.ring.frames[0]) / 1e9  # GB of a sample
+    size = sum(frames[0].nbytes for frames in reader.ring.frames[0][:2]) / 1e9  # GB of an input and its target
     told = ", ".join(
         f"{speed:.1f} samples/s ({size * speed:.2f} GB/s) with {depth} read(s) at once"
         for depth, speed in speeds.items()
@@ -137,7 +137,7 @@ def read_speed(reader: BatchReader, depth: int) -> float:
     """Return the samples per second of `depth` reads at once, in an order of chance."""
     order = np.random.default_rng(depth).permutation(len(reader.pairs))
     batches = np.resize(order, (-(-8 * depth // reader.read_size), len(reader.batches[0].counts)))
-    jobs = [job for samples in batches for job in reader.jobs(0, samples)]
+    jobs = [job for samples in batches for job in reader.jobs(0, samples, 1)]
     start = time.perf_counter()
     with ThreadPoolExecutor(depth) as pool:
         list(pool.map(reader.read, jobs))

@@ -118,7 +118,8 @@ class Stock:
 def samples_of(files: Files) -> Samples:
     """Return pairs of whole frames."""
     C, H, W = files.shape
-    return Samples(tuple(FrameReader(files, list(range(C)), range(H), W) for _ in "it"), files.samples(1), 1)
+    every = list(range(C))
+    return Samples(tuple(FrameReader(files, used, range(H), W) for used in (every, every, [])), files.samples(1), 1)
 
 
 def native(files: Files, order: SampleOrder, workers: int, depth: int | None = None) -> Loader:
@@ -132,7 +133,7 @@ class Normalised:
     def __init__(self, files: Files, order: SampleOrder):
         self.loader = native(files, order, 1)
         zeros = torch.zeros(1, files.shape[0], 1, 1)
-        self.normalise = [Normaliser(zeros, zeros + 1) for _ in "it"]
+        self.normalise = [Normaliser(zeros, zeros + 1) for _ in range(2)]
 
     def epoch(self, epoch: int) -> Iterator[list[torch.Tensor]]:
         for batch in self.loader.epoch(epoch):
@@ -143,7 +144,7 @@ def dali(files: Files, order: SampleOrder) -> Loader:
     """Return the DALI loader; it normalises, too."""
     from utils.data.loader_dali import DaliLoader
 
-    stats = ((np.zeros(SHAPE[0]), np.ones(SHAPE[0])),) * 2
+    stats = ((np.zeros(SHAPE[0]), np.ones(SHAPE[0])),) * 2 + ((np.zeros(0), np.ones(0)),)
     return DaliLoader(samples_of(files), order, Reading(1), stats, torch.device("cpu"))
 
 

@@ -130,7 +130,9 @@ def step_of(config: Config, grid: Grid) -> dict:
             block.attn.attn_drop = 0.0
     model = parallelize(serial, config, grid, shard, torch.device("cpu"))
     samples = config.local_batch_size * config.accumulation_steps
-    batch = [torch.zeros(samples, len(names), *shard.shape) for names in (fields.in_names, fields.out_names)]
+    K, names = config.longest_rollout, (fields.in_names, fields.out_names, fields.forced)
+    inp, target, forced = ((len(n), *s) for n, s in zip(names, (shard.input_shape, shard.shape, shard.input_shape)))
+    batch = [torch.zeros(samples, *inp), torch.zeros(K, samples, *target), torch.zeros(K - 1, samples, *forced)]
     optimizer = build_optimizer(model, config)
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     scaler = GridScaler("cpu", grid.get_group("tp-cp"), enabled=config.amp_mode == "fp16")

@@ -17,6 +17,14 @@ from utils.config.settings import Config
 DDP_WARMUP = 11
 
 
+def looks_at_times(iterations: int) -> bool:
+    """Whether DistributedDataParallel waits for its own timing after so many iterations: it cannot be recorded then.
+
+    (It does so in the first DDP_WARMUP as well.)
+    """
+    return iterations % 100 in (99, 0)
+
+
 class CudaGraph:
     """A recording of kernels on the current stream, with the random number generators that they draw from."""
 
@@ -39,27 +47,34 @@ class CudaGraph:
 class Captured:
     """A function of tensors that runs as it is for `warmup` calls, is then recorded, and replayed from there on.
 
-    A recording holds addresses, not values: inputs are copied to where they lay when it was made, and the result is
+    Where the tensors' shapes change, as when forecasts get longer, it begins anew. A recording holds addresses, not values: inputs are copied to where they lay when it was made, and the result is
     copied away before the next call overwrites it. All else that the function reads or changes, such as weights and
     gradients, must stay where it is. What it does in Python is done in the recording only.
     """
 
-    function: Callable[..., Tensor]  # from tensors of the same shapes in each call to a tensor
+    function: Callable[..., Tensor]  # from tensors to a tensor
     name: str  # what the log calls it
     warmup: int  # calls before it, for everything that happens only at first: memory, compilation, handles
     make_graph: Callable[[], CudaGraph]  # makes an empty recording
     log: Callable[[str], None] = print  # called with a line when the recording is made
-    calls: int = 0
+    shapes: list[torch.Size] | None = None
+    calls: int = 0  # with these shapes
+    launched: int = 0  # calls that were no replays
     graph: CudaGraph | None = None
+    inputs: list[Tensor] | None = None
+    output: Tensor | None = None
 
     def __call__(self, *tensors: Tensor) -> Tensor:
+        shapes = [tensor.shape for tensor in tensors]
+        if shapes != self.shapes:
+            self.shapes, self.calls, self.graph, self.inputs, self.output = shapes, 0, None, None, None
         self.calls += 1
-        if self.calls <= self.warmup:
+        if self.calls <= self.warmup or (not self.graph and looks_at_times(self.launched)):
+            self.launched += 1
             return self.function(*tensors)
         if self.graph is None:
             self._record(tensors)
         for static, tensor in zip(self.inputs, tensors):
-            assert static.shape == tensor.shape, (static.shape, tensor.shape)
             static.copy_(tensor)
         self.graph.replay()
         return self.output.clone()
@@ -67,7 +82,7 @@ class Captured:
     def _record(self, tensors: tuple[Tensor, ...]) -> None:
         start = time.perf_counter()
         self.inputs = [tensor.clone() for tensor in tensors]
-        self.graph = self.make_graph()
+        self.graph, self.launched = self.make_graph(), self.launched + 1
         with self.graph.record():
             self.output = self.function(*self.inputs)
         self.log(f"CUDA graph of the {self.name}: recorded in {time.perf_counter() - start:.2f} sec")
@@ -82,8 +97,8 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
             f"num_iters {config.num_iters} leaves nothing to replay after graph_warmup {config.graph_warmup}: "
             f"raise --num_iters, or lower --graph_warmup"
         )
-    looks_at_times = config.graph_warmup < DDP_WARMUP or config.graph_warmup % 100 in (99, 0)
-    if grid.get_size("dp-cp") > 1 and not config.noddp and looks_at_times:
+    is_bad = config.graph_warmup < DDP_WARMUP or looks_at_times(config.graph_warmup)
+    if grid.get_size("dp-cp") > 1 and not config.noddp and is_bad:
         raise ValueError(
             f"graph_warmup is {config.graph_warmup}: DistributedDataParallel waits for its own timing in its first "
             f"iterations and in every 100th, which cannot be recorded; take {DDP_WARMUP} or more, and not a multiple "

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.mappings import all_gather, all_to_all, copy, gathered_linear, reduce, reduce_scatter
-from networks.vit import Attention, DropPath
+from networks.vit import Attention, PatchEmbed
 from utils.comm import Grid
 
 TOKENS = 1  # the dim of the tokens
@@ -113,11 +113,8 @@ class ParallelAttention(Attention):
         return all_to_all(x, TOKENS, 2, self.cp)  # B M h d
 
 
-class SharedDropPath(DropPath):
-    """DropPath that drops the same samples on all ranks that hold parts of them.
+class ParallelPatchEmbed(PatchEmbed):
+    """The embedding of the tokens `own`, where windows overlap: its input are the rows that they need."""
 
-    `draws`, uniform random numbers [B, 1, 1], come from outside before each forward pass.
-    """
-
-    def draw(self, x: Tensor) -> Tensor:
-        return self.draws
+    def patches(self, x: Tensor) -> Tensor:
+        return super().patches(x)[:, self.own]

@@ -12,6 +12,10 @@ forward with the one that its gradient needs in the backward:
     reduce_scatter        sum, own chunk of dim       all-gather                   g-bar
     all_to_all            chunks of one dim for       the same, dims swapped       Ulysses
                           chunks of another
+    halo                  points at the borders       sent back, and added         halo exchange
+                          are sent to who needs
+    halo_add              points across the borders   points at the borders are    its transpose
+                          are sent home, and added    sent to who needs
 
 (The letters are those of Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2; in Shoeybi et al.
 2019, Megatron-LM, section 3, g is our `reduce`. All-to-all: Jacobs et al. 2023, DeepSpeed Ulysses.)
@@ -168,6 +172,48 @@ class _GatheredLinear(torch.autograd.Function):
         return _reduce_scatter(grad @ weight, ctx.dim, ctx.group), rows.t() @ x, rows.sum(0), None, None
 
 
+@communication
+def _send(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """Send the first entries of the last dim to rank 0, the next to rank 1 and so on; return what arrives, likewise."""
+    x = x.movedim(-1, 0).contiguous()
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x, received, sent, group=group)
+    return out.movedim(0, -1)
+
+
+def _add_up(parts: Tensor, index: Tensor, counts: list[int], size: int) -> Tensor:
+    """Add `parts` to zeros [..., size] at `index`; rank after rank, so that the order of the sum is always the same."""
+    out = parts.new_zeros(*parts.shape[:-1], size)
+    for part, places in zip(parts.split(counts, -1), index.split(counts)):
+        out.index_add_(-1, places, part)
+    return out
+
+
+class _Halo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index, sent, received, group):
+        ctx.index, ctx.counts, ctx.size, ctx.group = index, (sent, received), x.shape[-1], group
+        return _send(x.index_select(-1, index), sent, received, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        sent, received = ctx.counts
+        back = _send(grad, received, sent, ctx.group)
+        return _add_up(back, ctx.index, sent, ctx.size), None, None, None, None
+
+
+class _HaloAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, border, index, sent, received, size, group):
+        ctx.index, ctx.counts, ctx.group = index, (sent, received), group
+        return _add_up(_send(border, received, sent, group), index, sent, size)
+
+    @staticmethod
+    def backward(ctx, grad):
+        sent, received = ctx.counts
+        return _send(grad.index_select(-1, ctx.index), sent, received, ctx.group), None, None, None, None, None
+
+
 def copy(x: Tensor, group: Group) -> Tensor:
     """f. Forward: identity. Backward: all-reduce. For an input that all ranks have and each uses with other weights."""
     return x if dist.get_world_size(group) == 1 else _Copy.apply(x, group)
@@ -209,3 +255,23 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor, dim: int, group: Gr
     Saves (size - 1) / size of the gathered tensor's memory for one all-gather (Korthikanti et al. 2022, section 4.2.2).
     """
     return _GatheredLinear.apply(x, weight, bias, dim, group)
+
+
+def halo(x: Tensor, index: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """Forward: send points of `x` [..., n] to the ranks that need them. Backward: their gradients return, and add up.
+
+    Args:
+        index: the points, those for rank 0 first; one may go to several ranks.
+        sent, received: how many to, and from, each rank.
+
+    Returns what arrives, [..., sum(received)].
+    """
+    return _Halo.apply(x, index, sent, received, group)
+
+
+def halo_add(border: Tensor, index: Tensor, sent: list[int], received: list[int], size: int, group: Group) -> Tensor:
+    """Forward: send what lies across the borders home, and add it up. Backward: `halo`'s forward.
+
+    The arguments are those of `halo`; `border` is what it returns, and the result [..., size] what it takes.
+    """
+    return _HaloAdd.apply(border, index, sent, received, size, group)

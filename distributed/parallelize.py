@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distributed.layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear, SharedDropPath
-from networks.vit import DropPath, ViT
+from distributed.borders import borders_of
+from distributed.layers import ColumnParallelLinear, ParallelAttention, ParallelPatchEmbed, RowParallelLinear
+from distributed.mappings import copy, halo, halo_add, reduce
+from networks.overlap import mirror_at_poles, overlap_add, repeat_at_poles
+from networks.vit import ViT, unpatchify
 from utils.comm import Grid, places
 from utils.config.settings import Config
 from utils.data.frame_sharing import FrameSharing
@@ -58,7 +61,8 @@ def shard_tokens(config: Config, grid: Grid, rank: int | None = None) -> TokenSh
     axes = "tp-cp" if is_sequence_parallel(config, grid) else "cp"
     place = places(grid.rank if rank is None else rank, grid.sizes, grid.order)
     index = place["cp"] * grid.get_size("tp") + place["tp"] if axes == "tp-cp" else place["cp"]
-    return TokenShard(config.img_size, config.patch_size, grid.get_size(axes), index, grid.get_group(axes))
+    size, group = grid.get_size(axes), grid.get_group(axes)
+    return TokenShard(config.img_size, config.patch_size, size, index, group, config.patch_overlap)
 
 
 def share_frames(config: Config, grid: Grid) -> FrameSharing | None:
@@ -85,36 +89,90 @@ def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, devic
         mlp.fc2 = RowParallelLinear(mlp.fc2, grid, sp)
         attn.__class__ = ParallelAttention
         attn.num_tokens, attn.cp, attn.ulysses = shard.total, grid.get_group("cp"), config.cp_attention == "ulysses"
-    model.paths = [module for module in model.modules() if isinstance(module, DropPath)]
-    for path in model.paths:
-        path.__class__ = SharedDropPath
     model.__class__ = ParallelViT
     model.shard, model.dp, model.dp_rank = shard, grid.get_size("dp"), grid.get_rank("dp")
-    model.blocks_random = config.dropout > 0  # DropPath's numbers come from outside the blocks
     model.generator = torch.Generator(device).manual_seed(config.seed)
-    model.register_forward_pre_hook(lambda model, args: model.draw_paths(args[0]))  # outside of what is compiled
+    # What differs between ranks is no buffer: DistributedDataParallel would copy that of one rank to all.
+    if model.kept is not None:
+        area = shard.cut(model.area[shard.rows.start : shard.rows.stop]).to(device)
+        del model.area
+        model.area = area
+    if shard.overlap and shard.shards > 1:
+        begin = shard.first % shard.columns if shard.count else 0
+        model.patch_embed.__class__ = ParallelPatchEmbed
+        model.patch_embed.own = slice(begin, begin + shard.count)
+        axes = "tp-cp" if sp else "cp"
+        borders = borders_of(shard, [shard_tokens(config, grid, rank).index for rank in grid.get_ranks(axes)])
+        model.counts = borders.sent_counts, borders.received_counts
+        model.sent, model.places = borders.sent.to(device), borders.places.to(device)
     return model
 
 
 class ParallelViT(ViT):
     """The ViT on one rank, as `parallelize` makes it: it maps this rank's shard of the tokens, [B, C, *shard.shape].
 
+    Where windows overlap, its input are the rows that they need, [B, C, *shard.input_shape]. Those of a first step
+    are read; in a forecast of several steps the ranks send each other what they forecast at their borders. What
+    windows write across a border is sent, and added. Communication over the shard's group, with b points across the
+    borders: an all-to-all of C_out b in the forward and in the backward of each step, two of each after the first.
+
     DropPath drops whole samples: in each pass a rank draws numbers for the samples of all dp ranks, and uses its own.
     (With accumulation, which samples pass together depends on dp, and so do the draws.)
     """
 
-    def forward(self, x: Tensor) -> Tensor:  # B C P n*P
-        own = slice(self.shard.first, self.shard.first + self.shard.count)
-        tokens = self.pos_drop(self.patch_embed(x) + self.pos_embed[:, own])
-        if padding := self.shard.length - self.shard.count:
+    def step(self, x: Tensor) -> Tensor:  # B C P n*P, with an overlap B C h W
+        shard = self.shard
+        own = slice(shard.first, shard.first + shard.count)
+        tokens = self.pos_drop(self.patch_embed(self.with_margins(x)) + self.pos_embed[:, own])
+        if padding := shard.length - shard.count:
             tokens = F.pad(tokens, (0, 0, 0, padding))  # B n D, n equal on all ranks
-        return self.decode(self.run_blocks(tokens)[:, : self.shard.count], x)
+        return self.decode(self.run_blocks(tokens)[:, : shard.count], shard.own(x))
+
+    @property
+    def has_borders(self) -> bool:
+        return self.overlap > 0 and self.shard.shards > 1
+
+    @property
+    def poles(self) -> tuple[bool, bool]:
+        """Whether this rank's rows reach the north pole, and the south pole."""
+        rows = self.shard.input_rows
+        return rows.start == 0 and self.shard.count > 0, rows.stop == self.shard.img_size[0]
+
+    def with_margins(self, x: Tensor) -> Tensor:
+        if not self.has_borders:
+            return super().with_margins(x)
+        if not self.shard.count:  # all padding: a row of patches, of which nothing is used
+            return F.pad(x, (0, 0, 0, self.patch_size + 2 * self.overlap))
+        return repeat_at_poles(x, self.overlap, *self.poles)
+
+    def next_input(self, forecast: Tensor, forced: Tensor) -> Tensor:
+        if self.has_borders:
+            border = halo(forecast.flatten(-2), self.sent, *self.counts, self.shard.group)
+            rows = self.shard.place_in_rows(forecast)
+            forecast = rows.flatten(-2).index_copy(-1, self.places, border).view_as(rows)
+        return super().next_input(forecast, forced)
+
+    def to_image(self, y: Tensor) -> Tensor:  # B n C*S*S
+        shard, P, K, o = self.shard, self.patch_size, self.columns, self.overlap
+        if shard.shards == 1:
+            return super().to_image(y)
+        if not o:
+            return unpatchify(y, shard.shape, P)
+        begin = self.patch_embed.own.start
+        tokens = max(len(shard.rows) // P, 1) * K  # of whole rows
+        rows = overlap_add(F.pad(y, (0, 0, begin, tokens - begin - shard.count)), K, P, o)
+        rows = mirror_at_poles(rows, o, *self.poles)
+        own = shard.own(rows) if shard.count else rows[:, :, :P, :0]
+        border = rows.flatten(-2).index_select(-1, self.places)
+        return own + halo_add(border, self.sent, *self.counts, P * shard.count * P, shard.group).view_as(own)
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Add up over the ranks of an image: each uses the sum for its tokens, and has a part of its gradient."""
+        return copy(reduce(sums, self.shard.group), self.shard.group)
 
     def draw_paths(self, x: Tensor) -> None:
         """Draw a number for each sample and DropPath, in the order in which the serial model draws them."""
-        if not self.training:
-            return
         B = x.shape[0]
-        for path in self.paths:
+        for path in self.paths if self.training else ():
             draws = torch.rand(self.dp * B, 1, 1, generator=self.generator, device=x.device)
             path.draws = draws[self.dp_rank * B : (self.dp_rank + 1) * B]

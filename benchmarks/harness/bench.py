@@ -39,7 +39,8 @@ class Bench:
         self.scaler = train.build_scaler(config, self.device)
         generator = torch.Generator(self.device).manual_seed(1)
         B, (H, W), sizes = config.global_batch_size, config.img_size, (len(fields.in_names), len(fields.out_names))
-        self.batch = [torch.randn(B, C, H, W, device=self.device, generator=generator) for C in sizes]
+        inp, target = (torch.randn(B, C, H, W, device=self.device, generator=generator) for C in sizes)
+        self.batch = [inp, target[None], inp.new_empty(0, B, 0, H, W)]
         self.marks: list = []
         self.is_timed = True
         self.model.register_forward_pre_hook(self._mark)

@@ -36,6 +36,14 @@ class Mode:
     times_serial: float | None = None
 
 
+# On every grid, too: forecasts of several steps, windows that overlap, means that are kept.
+ROLLOUTS = {
+    "2 steps": ("--rollout_steps", "2"),
+    "4 steps": ("--rollout_steps", "4", "--rollout_from", "2"),
+    "overlap": ("--patch_overlap", "2"),
+    "overlap, 2 steps": ("--patch_overlap", "4", "--rollout_steps", "2", "--conserve_mean", "ch0"),
+    "overlap, 4 steps": ("--patch_overlap", "3", "--rollout_steps", "4"),
+}
 HALF = dict(dtype="float32", bounds=(("loss", 1e-3),), times_serial=2.0)
 MODES = {
     "float64": Mode(),
@@ -49,6 +57,7 @@ MODES = {
     "4,050 tokens": Mode(
         ("--num_iters", "2", "--global_batch_size", "2", "--limit_nsamples_val", "2"), reference="4,050 tokens"
     ),
+    **{name: Mode(flags, reference=name) for name, flags in ROLLOUTS.items()},
     "dropout": Mode(("--dropout", "0.1"), bounds=(), reference=None),
     "float32": Mode(
         ("--num_iters", "20"), "float32", (("loss", 2e-6), ("gradients", 1e-5), ("grad_norm", 1e-5)), "20 steps"
@@ -60,7 +69,7 @@ MODES = {
 SERIAL = {
     "float64": Mode(),
     "20 steps": Mode(("--num_iters", "20")),
-    **{name: MODES[name] for name in ("clipping", "4,050 tokens", "DropPath", "bf16", "fp16")},
+    **{name: MODES[name] for name in ("clipping", "4,050 tokens", "DropPath", *ROLLOUTS, "bf16", "fp16")},
 }
 NAMED_IMAGE, FULL_IMAGE = "10 tokens", "4,050 tokens"  # the latter is a mode too: two steps, two samples
 
@@ -136,7 +145,7 @@ def flags(grid: dict, image: str, mode: Mode, folder: str) -> list[str]:
     rows, columns, patch = IMAGES[image]
     argv = ["--yaml_config", f"{folder}/certificate.yaml", "--config", "certificate", "--expdir", f"{folder}/runs"]
     argv += ["--checkpoint_every", "None"]  # to write them is not what is tried here
-    argv.append(f"--init_from={folder}/{image}.pt")  # the same weights in every dtype
+    argv.append(f"--init_from={folder}/{image}-{overlap_of(mode)}.pt")  # the same weights in every dtype
     argv += ["--data_dir", f"{folder}/{image}", "--img_size", str(rows), str(columns), "--patch_size", str(patch)]
     for name, value in grid.items():
         if isinstance(value, bool):
@@ -144,6 +153,11 @@ def flags(grid: dict, image: str, mode: Mode, folder: str) -> list[str]:
         elif name != "dp":
             argv += [f"--{name}", str(value)]
     return [*argv, *mode.flags]
+
+
+def overlap_of(mode: Mode) -> str:
+    """Return the overlap of a mode's windows: it decides the shapes of its weights."""
+    return dict(zip(mode.flags, mode.flags[1:])).get("--patch_overlap", "0")
 
 
 def shown(result: dict) -> float:

@@ -179,9 +179,9 @@ def test_dropout_is_on_in_training_and_off_in_validation(tiny, monkeypatch):
     modes = []
 
     class Watched(train.ViT):
-        def forward(self, x):
+        def forward(self, *tensors):
             modes.append((self.training, torch.is_grad_enabled()))
-            return super().forward(x)
+            return super().forward(*tensors)
 
     monkeypatch.setattr(train, "ViT", Watched)
     run_here(tiny_flags(tiny, "--num_iters", "3"))  # two iterations and a validation; one and another

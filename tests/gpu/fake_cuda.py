@@ -155,8 +155,8 @@ def steps(folder: Path, ranks: int, flags: list[str], chapter: int) -> list[str]
     data.scores()
     with Waits() as waits:
         for i in range(2):
-            inp, target = data.to_device(next(batches))
-            loss = step(inp, target)
+            tensors = data.to_device(next(batches))
+            loss = step(*tensors)
             norm = update(1e-3)
             if average:
                 average.update(i + 1)

@@ -140,11 +140,11 @@ def test_what_takes_less_memory():
 def test_who_runs_out_of_memory_learns_what_filled_it(tiny, monkeypatch):
     forward, steps = ViT.forward, []
 
-    def full(self, x):
+    def full(self, *tensors):
         steps.append(1)
         if len(steps) > 3:  # in the second epoch
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
-        return forward(self, x)
+        return forward(self, *tensors)
 
     monkeypatch.setattr(ViT, "forward", full)
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -179,6 +179,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         ("--enable_jit", config.enable_jit, ("compile_modules", "compile_mode")),
         ("--num_data_workers", config.num_data_workers, ("read_depth",)),
         ("--profile torch", config.profile != "none", ("profile_steps", "profile_ranks")),
+        ("--rollout_steps", config.rollout_steps != FIELDS["rollout_steps"].default, ("rollout_from",)),
     ):
         changed = (name for name in names if getattr(config, name) != FIELDS[name].default)
         remarks += [f"{name} changes nothing without {flag}" for name in changed if not is_used]
@@ -191,6 +192,12 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         raise ValueError(
             f"profile_steps {list(config.profile_steps)} needs {sum(config.profile_steps)} steps, and num_iters is "
             f"{config.num_iters}: raise it, or wait for less steps"
+        )
+    first = config.rollout_from
+    if len(first) != len(config.rollout_steps) or list(first) != sorted(set(first)) or first[-1] >= config.num_iters:
+        raise ValueError(
+            f"rollout_from is {list(first)} for rollout_steps {list(config.rollout_steps)}: it takes the iteration from "
+            f"which each of them holds, one after the other, all below num_iters {config.num_iters}"
         )
     if config.time_limit is not None and config.checkpoint_every is None:
         raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")

@@ -89,11 +89,15 @@ class Config:
     depth: int = key(12, "number of transformer blocks", "training", at_least=1)
     num_heads: int = key(8, "number of attention heads", "training", at_least=1)
     patch_size: int = key(8, "side of a square patch, in grid points", "training", at_least=1)
+    patch_overlap: int = key(
+        0, "points that a token's window reaches beyond its patch; half a patch: no seams", "training", at_least=0
+    )
     dropout: float = key(0.0, "dropout probability: embedding, attention, projections, MLP", "training", at_least=0)
     drop_path: float = key(
         0.0, "DropPath probability of the last block (linear in depth)", "training", at_least=0, same_forecast=True
     )
     residual: bool = key(False, "forecast the change: x + net(x)", "training")
+    conserve_mean: list[str] | None = key(None, "channels whose global mean a forecast keeps", "training")
     attention: str = key(
         "auto", "attention kernel (SDPA backend)", "evaluation", choices=("auto", "flash", "efficient", "cudnn", "math")
     )
@@ -139,6 +143,8 @@ class Config:
     lr_schedule: str = key("cosine", "after the warm-up: decay to 0, or none", "training", choices=("cosine", "none"))
     warmup: int = key(0, "iterations of linear warm-up; the last of them uses lr", "training", at_least=0)
     clip_grad_norm: float | None = key(None, "largest norm of the whole gradient", "training", at_least=0)
+    rollout_steps: list[int] = key((1,), "steps of a forecast in training: the loss is their mean", "training", at_least=1)
+    rollout_from: list[int] = key((0,), "iteration from which each rollout_steps holds", "training", at_least=0)
     ema_decay: float | None = key(None, "decay of averaged weights: 0.999", "training", at_least=0, at_most=1)
 
     # Speed
@@ -152,7 +158,7 @@ class Config:
 
     # Memory
     activation_checkpoint: str = key(
-        "none", "what the backward pass computes once more", "loop", choices=("none", "block", "mlp")
+        "none", "what the backward pass computes once more", "loop", choices=("none", "step", "block", "mlp")
     )
     mlp_chunks: int = key(1, "parts of the tokens that pass an MLP or the head in turn", "evaluation", at_least=1)
     expandable_segments: bool = key(True, "GPU memory that can grow (not on MI300A)", "machine", same_forecast=True)
@@ -207,6 +213,15 @@ class Config:
                 f"not global_batch_size {self.global_batch_size}: set only one of the two"
             )
         return replace(self, global_batch_size=total)
+
+    def steps_at(self, iteration: int) -> int:
+        """Return the steps of a forecast in an iteration, counted from 0: one before the first of `rollout_from`."""
+        return ([1] + [n for n, first in zip(self.rollout_steps, self.rollout_from) if first <= iteration])[-1]
+
+    @property
+    def longest_rollout(self) -> int:
+        """The most steps of a forecast in training."""
+        return max(self.steps_at(first) for first in (0, *self.rollout_from) if first < self.num_iters)
 
     @property
     def longest_wait(self) -> timedelta:

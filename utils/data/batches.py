@@ -2,7 +2,8 @@
 
 Frames go straight from the files into a ring of buffers (utils/data/frames.py, utils/data/ring.py).
 
-Shapes:  B samples of one iteration on one rank   C channels   H W rows, columns
+Shapes:  B samples of one iteration on one rank   K steps of a forecast   C channels   H W rows, columns
+         C_in C_out those that a model reads, and forecasts   C_f those that it reads and does not forecast: forced ones
 """
 
 import time
@@ -27,7 +28,8 @@ class Batch:
     """What the reader gives, raw and on the host. It is valid until the next one is asked for: buffers are reused."""
 
     inp: Tensor  # [B, C_in, H, W], as stored; of the samples and rows that this rank reads
-    target: Tensor  # [B, C_out, H, W], as stored
+    target: Tensor  # after each step, [K, B, C_out, H, W], as stored
+    forced: Tensor  # after each step but the last, [K-1, B, C_f, H, W], as stored; it may be empty
     counts: Tensor  # [B]: 1 for a sample, 0 for one that only fills the batch
     copied: torch.cuda.Event | None = None  # a copy to a GPU is done: until then nobody may write here
     is_normalised: bool = False  # on the device, by DALI
@@ -37,9 +39,11 @@ class Batch:
 class Samples(NamedTuple):
     """The samples of a data set, pairs (state, state `dt` steps later), and what reads them."""
 
-    readers: tuple[FrameReader, FrameReader]  # of the inputs, and of the targets
+    readers: tuple[FrameReader, ...]  # of the inputs, of the targets, and of what is forced
     pairs: np.ndarray  # rows (file, t): the steps that the samples begin with, [n, 2]
     dt: int
+    steps_at: Callable[[int], int] = lambda iteration: 1  # steps of a forecast in each iteration
+    longest: int = 1  # the most of them
 
 
 @dataclass(frozen=True)
@@ -70,28 +74,37 @@ class BatchReader:
     Raises OSError where the buffers do not fit into memory.
     """
 
-    both = True  # a batch has inputs and targets
+    both = True  # a batch has inputs and what comes later
 
     def __init__(self, samples: Samples, B: int, slots: int, how: Reading):
-        (self.readers, self.pairs, self.dt), self.share = samples, how.share
-        self.read_size = len(range(B)[how.share])
-        self.ring = BatchRing(slots, self.read_size, self.readers, both=self.both)
+        self.readers, self.pairs, self.dt, self.share = samples.readers, samples.pairs, samples.dt, how.share
+        self.read_size, self.steps = len(range(B)[how.share]), 1
+        self.counts = self.frames_of(samples.longest)
+        self.ring = BatchRing(slots, self.read_size, self.readers, both=self.both, counts=self.counts)
         self.durations: deque[float] = deque(maxlen=1000)  # s, of the last reads
+        self.frames = [list(map(torch.from_numpy, frames)) for frames in self.ring.frames]
         self.batches = [
-            Batch(*map(torch.from_numpy, frames), torch.empty(B), is_shared=how.share != slice(None))
-            for frames in self.ring.frames
+            Batch(*frames, counts=torch.empty(B), is_shared=how.share != slice(None)) for frames in self.frames
         ]
         if how.pin and self.ring.nbytes:
             pin_memory(self.ring.memory)
 
-    def jobs(self, slot: int, samples: np.ndarray) -> list[Read]:
+    @staticmethod
+    def frames_of(steps: int) -> tuple[int, int, int]:
+        """Return how many frames of inputs, targets and what is forced there is room for, for each sample."""
+        return 1, steps, steps - 1
+
+    def jobs(self, slot: int, samples: np.ndarray, steps: int) -> list[Read]:
         """Return the reads for a batch. -1 fills its place with the first sample: shapes and norms stay sound."""
-        self.batches[slot].counts[:] = torch.from_numpy(samples >= 0)
+        batch, (_, *later), B = self.batches[slot], self.frames[slot], self.read_size
+        batch.counts[:] = torch.from_numpy(samples >= 0)
+        kept = (x[: count * B].unflatten(0, (count, B)) for x, count in zip(later, (steps, steps - 1)))
+        (batch.target, batch.forced), self.steps = kept, steps
         return [
-            Read(slot, part, place, int(file), int(t) + part * self.dt, request)
+            Read(slot, part, (k - 1) * B + place if part else place, int(file), int(t) + k * self.dt, request)
             for place, (file, t) in enumerate(self.pairs[np.maximum(samples, 0)[self.share]])
-            for part, reader in enumerate(self.readers)
-            for request in reader.requests
+            for part, k in parts_of(steps)
+            for request in self.readers[part].requests
         ]
 
     def read(self, job: Read) -> None:
@@ -122,7 +135,13 @@ class BatchReader:
 
     def start_process(self) -> ReaderProcess:
         """Start a process that can carry out jobs."""
-        return ReaderProcess(len(self.batches), self.read_size, self.readers, self.ring.fd, self.both)
+        slots = len(self.batches)
+        return ReaderProcess(slots, self.read_size, self.readers, self.ring.fd, self.both, self.counts)
+
+
+def parts_of(steps: int) -> list[tuple[int, int]]:
+    """Return what a sample of `steps` steps has: (0 inputs, 1 targets, 2 what is forced; after so many steps)."""
+    return [(0, 0), *((1, k) for k in range(1, steps + 1)), *((2, k) for k in range(1, steps))]
 
 
 def pin_memory(memory: np.ndarray) -> None:

@@ -54,14 +54,16 @@ class WeatherData:
                 f"{steps[1] / 3600:g} h: dt counts stored steps, so they must agree"
             )
         self.fields = Fields.open(config, self.train_files)
-        self.tokens = self.tokens or TokenShard(config.img_size, config.patch_size)
+        self.tokens = self.tokens or TokenShard(config.img_size, config.patch_size, overlap=config.patch_overlap)
+        longest = config.longest_rollout
         self.normalise = normalisers(self.fields, device, config.enable_jit)
-        self.train_pairs = self.train_files.samples(config.dt)[: config.limit_nsamples]
+        self.train_pairs = self.train_files.samples(config.dt, longest)[: config.limit_nsamples]
         self.valid_pairs = self.valid_files.samples(config.dt)[: config.limit_nsamples_val]
         if len(self.train_pairs) < config.global_batch_size:
             raise ValueError(
-                f"{config.train_data_path} gives {len(self.train_pairs)} samples at dt {config.dt}, less than one "
-                f"global batch of {config.global_batch_size}: lower --global_batch_size, or raise --limit_nsamples"
+                f"{config.train_data_path} gives {len(self.train_pairs)} samples at dt {config.dt}"
+                f"{f' and {longest} rollout_steps' * (longest > 1)}, less than one global batch of "
+                f"{config.global_batch_size}: lower --global_batch_size, or raise --limit_nsamples"
             )
         if len(self.valid_pairs) == 0:
             raise ValueError(f"{config.valid_data_path} gives no sample at dt {config.dt}: add files or lower --dt")
@@ -86,35 +88,45 @@ class WeatherData:
         config = self.config
         is_shared = self.sharing is not None and self.sharing.helps(files.chunk_rows)
         H, W = config.img_size
-        rows, opened = range(H) if is_shared else self.tokens.rows, OpenFiles(files)
-        used = self.fields.inputs, self.fields.outputs
-        readers = tuple(FrameReader(files, channels, rows, W, opened) for channels in used)
+        rows, opened = (range(H),) * 2 if is_shared else (self.tokens.input_rows, self.tokens.rows), OpenFiles(files)
+        used = self.fields.inputs, self.fields.outputs, self.fields.forced
+        read = zip(used, (rows[0], rows[1], rows[0]))
+        readers = tuple(FrameReader(files, channels, there, W, opened) for channels, there in read)
         batch_size = config.global_batch_size if shuffle else config.local_batch_size * self.num_shards
         order = SampleOrder(len(pairs), batch_size, shuffle, config.seed, self.num_shards, self.shard_id)
         share = self.sharing.share(batch_size // self.num_shards) if is_shared else slice(None)
         how = Reading(config.num_data_workers, config.read_depth, self.device.type == "cuda", share)
         samples = Samples(readers, pairs, config.dt)
+        if shuffle:
+            samples = samples._replace(steps_at=config.steps_at, longest=config.longest_rollout)
         if config.data_loader_config == "dali":
             stats = tuple((self.fields.means[channels], self.fields.stds[channels]) for channels in used)
             return DaliLoader(samples, order, how, stats, self.device)
         return Loader(samples, order, how)
 
-    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the input [B, C_in, H, W] and the target [B, C_out, H, W], or their shards, normalised on the device.
+    def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the input [B, C_in, H, W], the targets after each step [K, B, C_out, H, W] and, after each but the
+        last, what is read and not forecast, [K-1, B, C_f, H, W]; or their shards; normalised on the device.
 
         They travel as they are stored (float16 as float16) and arrive in the default dtype. On a GPU the copy goes
         along while the step before computes, and the host waits here for the one before that. What this returns is
         valid until the next batch passes here, and each batch passes once: its memory is used again, on a CPU that of
         the batch itself.
         """
-        raw = batch.inp, batch.target
+        raw = batch.inp, batch.target, batch.forced
         if self.copies is not None:
             self.copies.pace()
             raw = raw if batch.is_normalised else self.copies.take(batch)
-        mine = (self.sharing.exchange(x, len(batch.counts)) if batch.is_shared else self.tokens.cut(x) for x in raw)
+        mine = (self._mine(x, batch, is_input) for x, is_input in zip(raw, (True, False, True)))
         if batch.is_normalised:
             return tuple(x.to(torch.get_default_dtype()) for x in mine)
         return tuple(normalise(x) for normalise, x in zip(self.normalise, mine))
+
+    def _mine(self, x: Tensor, batch: Batch, is_input: bool) -> Tensor:
+        """Return this rank's part of what was read of images."""
+        if batch.is_shared:
+            return self.sharing.exchange(x, len(batch.counts), is_input)
+        return self.tokens.cut_input(x) if is_input else self.tokens.cut(x)
 
     def scores(self) -> Scores:
         """Return empty sums of the validation metrics."""

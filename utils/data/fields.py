@@ -112,7 +112,39 @@ class Fields:
         if config.residual and -1 in self.origins:
             missing = self.out_names[self.origins.index(-1)]
             raise ValueError(f"residual needs every forecast channel among the inputs, and {missing!r} is not: add it")
+        for name in config.conserve_mean or ():
+            for names, key in ((self.out_names, "forecast"), (self.in_names, "input")):
+                if name not in names:
+                    raise ValueError(f"conserve_mean names {name!r}, and the {key} channels are {', '.join(names)}")
         return self
+
+    @property
+    def forced(self) -> list[int]:
+        """The inputs that are not forecast, C_f channels of the files."""
+        return [c for c in self.inputs if c not in self.outputs]
+
+    @property
+    def forced_names(self) -> list[str]:
+        return [self.in_names[self.inputs.index(c)] for c in self.forced]
+
+    @property
+    def feedback(self) -> list[int] | None:
+        """Where each input of a next step stands among what is forecast and, after it, forced; None: it is the forecast.
+
+        A state never comes from a later time: what is not forecast is read, or known.
+        """
+        known = self.outputs + self.forced
+        return None if self.inputs == self.outputs else [known.index(c) for c in self.inputs]
+
+    def kept(self, names: list[str] | None) -> list[tuple[int, int]]:
+        """Return where channels stand among those that are forecast, and among the inputs."""
+        return [(self.out_names.index(name), self.in_names.index(name)) for name in names or ()]
+
+    @property
+    def area(self) -> np.ndarray:
+        """The weight of each grid point in a global mean, cos(latitude), adding up to 1, [H, W]."""
+        weights = np.cos(np.deg2rad(self.latitude)).clip(min=0)
+        return np.tile(weights[:, None] / (weights.sum() * len(self.longitude)), len(self.longitude))
 
     @property
     def origins(self) -> list[int]:

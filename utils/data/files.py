@@ -99,14 +99,17 @@ class Files:
         values, counts = np.unique(np.concatenate(steps), return_counts=True)
         return float(values[counts.argmax()])
 
-    def samples(self, dt: int) -> np.ndarray:
-        """Return all pairs (t, t + dt) inside a file, as rows (file, t), [n, 2]; a pair that spans a gap is none."""
+    def samples(self, dt: int, steps: int = 1) -> np.ndarray:
+        """Return all pairs (t, t + dt) inside a file, as rows (file, t), [n, 2]; a pair that spans a gap is none.
+
+        With more `steps` those that as many follow without a gap: (t, t + dt, ... t + steps dt).
+        """
         step = self.step_seconds()
         pairs = []
         for i, (length, times) in enumerate(zip(self.steps, self.times)):
-            t = np.arange(max(length - dt, 0))
-            if times is not None and step:
-                t = t[times[dt:] - times[:-dt] == dt * step] if len(t) else t
+            t = np.arange(max(length - dt * steps, 0))
+            for k in range(steps) if times is not None and step else ():
+                t = t[times[t + (k + 1) * dt] - times[t + k * dt] == dt * step]
             pairs.append(np.stack([np.full(len(t), i), t], axis=1))
         return np.concatenate(pairs)
 

@@ -7,6 +7,7 @@ all-to-all gives every rank its tokens of all frames.
 Shapes:  B samples of a batch   b those that one rank decodes   C channels   H W rows, columns of the image
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,17 +41,23 @@ class FrameSharing:
         index, ranks = self.index if index is None else index, len(self.shards)
         return slice(batch * index // ranks, batch * (index + 1) // ranks)
 
-    def exchange(self, frames: Tensor, batch: int) -> Tensor:
-        """Turn this rank's frames [b, C, H, W] into its tokens of all frames, [B, C, P, count P].
+    def exchange(self, frames: Tensor, batch: int, as_input: bool = False) -> Tensor:
+        """Turn this rank's frames [..., b, C, H, W] into its tokens of all frames, [..., B, C, P, count P].
 
-        Sends 1 - 1/ranks of what it decoded; every rank calls this for each batch.
+        With `as_input` into what the shards need as an input, [..., B, C, *input_shape]. Sends 1 - 1/ranks of what it
+        decoded; every rank calls this for each batch.
         """
+        if frames.dim() == 5:  # of several times
+            return torch.stack([self.exchange(x, batch, as_input) for x in frames])
         C, mine = frames.shape[1], self.shards[self.index]
-        pieces = [shard.cut(frames[:, :, shard.rows.start : shard.rows.stop]) for shard in self.shards]
+        shape = mine.input_shape if as_input else mine.shape
+        rows = [shard.input_rows if as_input else shard.rows for shard in self.shards]
+        parts = [frames[:, :, own.start : own.stop] for own in rows]
+        pieces = [s.cut_input(part) if as_input else s.cut(part) for s, part in zip(self.shards, parts)]
         sent = [piece.numel() for piece in pieces]
         shares = [self.share(batch, rank) for rank in range(len(self.shards))]
-        received = [(share.stop - share.start) * C * mine.shape[0] * mine.shape[1] for share in shares]
+        received = [(share.stop - share.start) * C * math.prod(shape) for share in shares]
         out = frames.new_empty(sum(received))
         with span("communication"):
             dist.all_to_all_single(out, torch.cat([p.flatten() for p in pieces]), received, sent, group=self.group)
-        return out.view(batch, C, *mine.shape)  # shares are in order, and so are the samples
+        return out.view(batch, C, *shape)  # shares are in order, and so are the samples

@@ -91,7 +91,7 @@ class FrameReader:
         self.runs = consecutive(channels)
         # A cropped row leaves a gap after every row: HDF5 fetches those better.
         self.is_direct = None not in files.offsets and columns == files.shape[2] and hasattr(os, "preadv")
-        self.requests = list(self._plan()) if self.is_direct else [None]
+        self.requests = list(self._plan()) if self.is_direct else [None] * bool(channels)
 
     def _plan(self) -> Iterator[Request]:
         """The requests for a frame of a contiguous file."""

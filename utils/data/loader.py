@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from utils.data.batches import Batch, BatchReader, Reading, Samples
+from utils.data.batches import Batch, BatchReader, Reading, Samples, parts_of
 from utils.data.order import SampleOrder
 from utils.data.read_ahead import ReadAhead
 
@@ -21,11 +21,11 @@ class Loader:
     """
 
     def __init__(self, samples: Samples, order: SampleOrder, how: Reading = Reading(), in_use: int = 1):
-        self.order, self.in_use = order, in_use
+        self.order, self.in_use, self.steps_at = order, in_use, samples.steps_at
         self.is_direct = all(reader.is_direct for reader in samples.readers)
         self.depth = (self.is_direct and how.num_workers and how.read_depth) or how.num_workers  # reads at once
         B = order.batch_size // order.num_shards
-        requests = len(range(B)[how.share]) * sum(len(reader.requests) for reader in samples.readers)
+        requests = len(range(B)[how.share]) * sum(len(samples.readers[part].requests) for part, _ in parts_of(1))
         # Read ahead: one batch that is ready, and as many as it takes to keep all readers busy.
         ahead = 1 + max(1, -(-self.depth // max(requests, 1))) if self.depth else 0
         self.reader = BatchReader(samples, B, in_use + ahead, how)
@@ -66,12 +66,12 @@ class Loader:
         durations, reader = list(self.reader.durations), self.reader
         if not durations:
             return None
-        reads = reader.read_size * sum(len(frames.requests) for frames in reader.readers)
+        reads = reader.read_size * sum(len(reader.readers[part].requests) for part, _ in parts_of(reader.steps))
         return max(self.depth, 1) * len(reader.batches[0].counts) / (reads * fmean(durations))
 
     def stream_from(self, iteration: int) -> Iterator[Batch]:
         """Return batches without end, from an iteration on."""
-        order = self.order.from_iteration(iteration)
+        order = zip(self.order.from_iteration(iteration), map(self.steps_at, itertools.count(iteration)))
         if not self.depth:
             return read_in_turn(self.reader, order)
         return read_ahead(self.reader, order, self.depth, self.in_use)
@@ -80,7 +80,8 @@ class Loader:
         """Read a batch again and name the file, index and channel of its first value that is not finite."""
         for sample in self.order.epoch(epoch)[iteration]:
             file, t = self.reader.pairs[max(sample, 0)]
-            for reader, step in zip(self.reader.readers, (t, t + self.reader.dt)):
+            for part, k in parts_of(self.steps_at(epoch * len(self) + iteration)):
+                reader, step = self.reader.readers[part], t + k * self.reader.dt
                 frame = reader.read_frame(file, step)
                 bad = np.argwhere(~np.isfinite(frame))
                 if len(bad):
@@ -91,22 +92,22 @@ class Loader:
         return None
 
 
-def read_in_turn(reader: BatchReader, order: Iterator[np.ndarray]) -> Iterator[Batch]:
-    """Read each batch when it is asked for."""
+def read_in_turn(reader: BatchReader, order: Iterator[tuple]) -> Iterator[Batch]:
+    """Read each batch when it is asked for; `order` gives what makes its jobs."""
     for slot, samples in zip(itertools.cycle(range(len(reader.batches))), order):
-        for job in reader.jobs(slot, samples):
+        for job in reader.jobs(slot, *samples):
             reader.read(job)
         yield reader.batches[slot]
 
 
-def read_ahead(reader: BatchReader, order: Iterator[np.ndarray], depth: int, in_use: int) -> Iterator[Batch]:
+def read_ahead(reader: BatchReader, order: Iterator[tuple], depth: int, in_use: int) -> Iterator[Batch]:
     """Read batches before they are asked for, `depth` reads at once."""
     with contextlib.ExitStack() as stack:  # left when the iterator is closed or dropped
         if all(frames.is_direct for frames in reader.readers):
             reads = [reader.read] * depth
         else:
             reads = [reader.read_in(stack.enter_context(reader.start_process())) for _ in range(depth)]
-        ahead = stack.enter_context(ReadAhead(len(reader.batches), reads, lambda slot: reader.jobs(slot, next(order))))
+        ahead = stack.enter_context(ReadAhead(len(reader.batches), reads, lambda slot: reader.jobs(slot, *next(order))))
         slots: deque[int] = deque()
         while True:
             slots.append(ahead.take())

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from utils.data.batches import Batch, Reading, Samples
+from utils.data.batches import Batch, Reading, Samples, parts_of
 from utils.data.loader import Loader
 from utils.data.order import SampleOrder
 
@@ -39,7 +39,7 @@ class DaliLoader(Loader):
     """As Loader, but its batches are normalised float32 on the device.
 
     Args:
-        stats: mean and standard deviation of the inputs, and of the targets, [C] each.
+        stats: mean and standard deviation of the inputs, of the targets, and of what is forced, [C] each.
         device: where batches go.
     """
 
@@ -48,7 +48,7 @@ class DaliLoader(Loader):
         samples: Samples,
         order: SampleOrder,
         how: Reading,
-        stats: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]],
+        stats: tuple[tuple[np.ndarray, np.ndarray], ...],
         device: torch.device,
     ):
         super().__init__(samples, order, how, in_use=QUEUE)
@@ -61,13 +61,28 @@ class DaliLoader(Loader):
 
     def stream_from(self, iteration: int) -> Iterator[Batch]:
         """Return batches without end, from an iteration on, normalised on the device."""
+        while True:  # a pipeline has a fixed number of outputs: a new one where forecasts get longer
+            steps = self.steps_at(iteration)
+            with contextlib.closing(self._stream_of(iteration, steps)) as stream:
+                while self.steps_at(iteration) == steps:
+                    yield next(stream)
+                    iteration += 1
+
+    def _stream_of(self, iteration: int, steps: int) -> Iterator[Batch]:
+        """Return batches as they come from a pipeline for forecasts of so many steps."""
         from nvidia.dali import Pipeline, fn, types
 
         raw, fed = super().stream_from(iteration), deque()
+        parts = [(part, k) for part, k in parts_of(steps) if len(self.stats[part][0])]
 
-        def feed() -> tuple[np.ndarray, np.ndarray]:
-            fed.append(next(raw))
-            return fed[-1].inp.numpy(), fed[-1].target.numpy()
+        def feed() -> list[np.ndarray]:
+            batch = next(raw)
+            fed.append(batch)
+            if len(batch.target) != steps:  # fed ahead, and given to nobody: the next pipeline reads it again
+                return self.last_fed
+            found = (batch.inp[None], batch.target, batch.forced)
+            self.last_fed = [found[part][max(k - 1, 0)].numpy() for part, k in parts]
+            return self.last_fed
 
         on_gpu = self.device.type == "cuda"
         pipeline = Pipeline(
@@ -79,15 +94,16 @@ class DaliLoader(Loader):
         )
         with pipeline:
             outputs = []
-            for x, (mean, std) in zip(fn.external_source(source=feed, num_outputs=2, no_copy=True), self.stats):
+            sources = fn.external_source(source=feed, num_outputs=len(parts), no_copy=True)
+            for x, (part, _) in zip(sources, parts):
                 x = fn.cast(x.gpu() if on_gpu else x, dtype=types.FLOAT)
-                mean, std = (np.asarray(values, np.float32)[:, None, None] for values in (mean, std))
+                mean, std = (np.asarray(values, np.float32)[:, None, None] for values in self.stats[part])
                 outputs.append(fn.normalize(x, mean=mean, stddev=std, axes=[1, 2]))
             pipeline.set_outputs(*outputs)
         pipeline.build()
-        return self._run(pipeline, raw, fed)
+        return self._run(pipeline, raw, fed, steps)
 
-    def _run(self, pipeline, raw: Iterator[Batch], fed: deque[Batch]) -> Iterator[Batch]:
+    def _run(self, pipeline, raw: Iterator[Batch], fed: deque[Batch], steps: int) -> Iterator[Batch]:
         """Yield what the pipeline makes of the batches that it was fed."""
         given: deque[tuple] = deque()  # outputs, and the event after which the device needs them no more
         own = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -101,8 +117,11 @@ class DaliLoader(Loader):
                     if own is not None:
                         batch.copied = own.record_event()
                         torch.cuda.current_stream(self.device).wait_event(batch.copied)
-                    inp, target = outputs
-                    yield replace(batch, inp=inp, target=target, counts=batch.counts.clone(), is_normalised=True)
+                    inp, target, forced = outputs[0], outputs[1 : 1 + steps], outputs[1 + steps :]
+                    target = target[0][None] if steps == 1 else torch.stack(target)
+                    forced = torch.stack(forced) if forced else batch.forced.to(inp)
+                    counts = batch.counts.clone()
+                    yield replace(batch, inp=inp, target=target, forced=forced, counts=counts, is_normalised=True)
                     if own is not None:
                         # DALI fills its memory again when nobody on the host refers to it: the device may be late.
                         given.append((outputs, torch.cuda.current_stream(self.device).record_event()))

@@ -12,7 +12,7 @@ class Read(NamedTuple):
     """One read: where from, and where to."""
 
     slot: int
-    part: int  # 0 inputs, 1 targets
+    part: int  # 0 inputs, 1 targets, 2 forced inputs of later steps
     place: int  # of the frame in its batch
     file: int
     t: int

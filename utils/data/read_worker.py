@@ -24,15 +24,19 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from utils.data import rea
 
 
 class ReaderProcess:
-    """The process, as its parent sees it. It ends with its parent, whatever ends that."""
+    """The process, as its parent sees it. It ends with its parent, whatever ends that.
 
-    def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int, both: bool):
+    Args:
+        slots, batch, readers, fd, layout: those of the ring.
+    """
+
+    def __init__(self, slots: int, batch: int, readers: tuple[FrameReader, ...], fd: int, *layout: object):
         try:
             self.connection, child = Pipe()
             self.process = self._start(child, fd)
         except OSError as error:
             raise ReadError(f"cannot start a reader process ({error}): lower --num_data_workers") from None
-        self._ask(slots, batch, readers, both)
+        self._ask(slots, batch, readers, *layout)
 
     @staticmethod
     def _start(child: Connection, fd: int) -> subprocess.Popen:
@@ -52,7 +56,7 @@ class ReaderProcess:
             )
 
     def read(self, slot: int, part: int, place: int, file: int, t: int) -> None:
-        """Fill frame `place` of the inputs (part 0) or targets (part 1) of a slot. Raises ReadError."""
+        """Fill frame `place` of the inputs (part 0), targets (1) or what is forced (2) of a slot. Raises ReadError."""
         self._ask(slot, part, place, file, t)
         try:
             error = self.connection.recv()
@@ -90,8 +94,8 @@ def main(socket: str, memory: str) -> None:
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     connection = Connection(int(socket))
-    slots, batch, readers, both = connection.recv()
-    ring = BatchRing(slots, batch, readers, int(memory), both)
+    slots, batch, readers, *layout = connection.recv()
+    ring = BatchRing(slots, batch, readers, int(memory), *layout)
     while True:
         try:
             slot, part, place, file, t = connection.recv()

@@ -24,18 +24,22 @@ class BatchRing:
     """`slots` buffers of B samples each.
 
     Args:
-        readers: who reads the inputs, and who the targets.
+        readers: who reads the inputs, who the targets, and who what is forced at later steps.
         fd: the memory of a ring that another process made; None makes a new one.
-        both: a buffer holds inputs and targets; otherwise either of them, in the same memory.
+        both: a buffer holds inputs and what comes later; otherwise either of them, in the same memory.
+        counts: frames of each reader for a sample.
 
     Raises OSError where the machine has not enough memory.
     """
 
     def __init__(
-        self, slots: int, batch: int, readers: tuple[FrameReader, FrameReader], fd: int | None = None, both: bool = True
-    ):
-        sizes = [batch * int(np.prod(reader.shape)) * reader.files.dtype.itemsize for reader in readers]
-        size = sum(sizes) if both else max(sizes)
+        self, slots: int, batch: int, readers: tuple[FrameReader, ...], fd: int | None = None, both: bool = True,
+        counts: tuple[int, int, int] = (1, 1, 0),
+    ):  # fmt: skip
+        frames = [batch * count for count in counts]
+        sizes = [n * int(np.prod(r.shape)) * r.files.dtype.itemsize for n, r in zip(frames, readers)]
+        starts = [0, both * sizes[0], both * sizes[0] + sizes[1]]
+        size = max(sizes[0], starts[2] + sizes[2])
         self.nbytes = slots * size
         length = max(self.nbytes, 1)  # a rank may have nothing to read
         try:
@@ -49,12 +53,13 @@ class BatchRing:
         # All pages are put in place now: the first batches would otherwise take several times as long.
         memory = mmap.mmap(self.fd, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         self.memory = np.frombuffer(memory, np.uint8)
-        self.frames: list[list[np.ndarray]] = []  # of each slot: inputs [B, C_in, H, W] and targets [B, C_out, H, W]
+        # Of each slot: inputs [B, C_in, H, W], targets and what is forced, those of one time after those of another.
+        self.frames: list[list[np.ndarray]] = []
         for slot in range(slots):
             self.frames.append([])
-            for reader, start, part in zip(readers, (0, both * sizes[0]), sizes):
+            for reader, start, part, count in zip(readers, starts, sizes, frames):
                 flat = self.memory[slot * size + start :][:part].view(reader.files.dtype)
-                self.frames[-1].append(flat.reshape(batch, *reader.shape))
+                self.frames[-1].append(flat.reshape(count, *reader.shape))
 
 
 def allocate(length: int) -> int:

@@ -28,11 +28,12 @@ class DeviceCopies:
         self.launched = torch.cuda.current_stream(self.device).record_event()
 
     def take(self, batch: Batch, *sources: Tensor) -> list[Tensor]:
-        """Return `sources`, by default the raw input and target of a batch, on the GPU. The host does not wait.
+        """Return `sources`, by default all that is in a batch, on the GPU. The host does not wait.
 
         They are valid for what is launched on the current stream until this is called again.
         """
-        current, sources = torch.cuda.current_stream(self.device), sources or (batch.inp, batch.target)
+        current = torch.cuda.current_stream(self.device)
+        sources = sources or (batch.inp, batch.target, batch.forced)
         key = tuple((x.shape, x.dtype) for x in sources)
         if key not in self.buffers:
             self.buffers[key] = deque([torch.empty_like(x, device=self.device) for x in sources] for _ in range(2))
@@ -61,19 +62,21 @@ class Normaliser:
         self.casts: dict[torch.Size, Tensor] = {}  # kept: on a CPU, fresh memory costs more than the arithmetic
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x [B, C, H, W] normalised: in place, or where it has another dtype, in a buffer that is used again."""
-        if x.dtype == self.mean.dtype:
-            return self.compute(x, self.mean, self.std)
-        if x.shape not in self.casts:
-            self.casts[x.shape] = self.mean.new_empty(x.shape)
-        return self.compute(x, self.mean, self.std, self.casts[x.shape])
+        """Return x [..., C, H, W] normalised: in place, or where it has another dtype, in a buffer that is used again."""
+        flat, out = x.flatten(0, -4), None  # the steps of a forecast are as further samples: less to compile
+        if x.dtype != self.mean.dtype:
+            if flat.shape not in self.casts:
+                self.casts[flat.shape] = self.mean.new_empty(flat.shape)
+            out = self.casts[flat.shape]
+        return self.compute(flat, self.mean, self.std, out).view(x.shape)
 
 
 def normalisers(fields: Fields, device: torch.device, compiled: bool) -> list[Normaliser]:
-    """Return those of a model's inputs, and of its forecasts."""
+    """Return those of a model's inputs, of its forecasts, and of what is forced."""
     kind = {"device": device, "dtype": torch.get_default_dtype()}
     mean, std = (torch.tensor(x, **kind).view(1, -1, 1, 1) for x in (fields.means, fields.stds))
-    return [Normaliser(mean[:, used], std[:, used], compiled) for used in (fields.inputs, fields.outputs)]
+    kinds = fields.inputs, fields.outputs, fields.forced
+    return [Normaliser(mean[:, used], std[:, used], compiled and bool(used)) for used in kinds]
 
 
 def normalise(x: Tensor, mean: Tensor, std: Tensor, out: Tensor | None = None) -> Tensor:

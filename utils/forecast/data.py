@@ -5,7 +5,7 @@ Shapes:  B forecasts of one batch   K lead times   C channels   H W rows, column
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -28,17 +28,23 @@ LARGEST_MAP = 720  # columns
 
 
 class StepReader(BatchReader):
-    """Reads forecasts step by step: a batch is their initial states, as inputs, or the truth later, as targets."""
+    """Reads forecasts step by step: a batch is their initial states, as inputs, or what is true later.
+
+    That are targets, and what a model reads and does not forecast.
+    """
 
     both = False
 
-    def jobs(self, slot: int, step: tuple[np.ndarray, int] | None) -> list[Read]:
-        """Return the reads for rows (file, t), which are the k-th step of forecasts; none after the last one."""
-        frames, k = step or ((), 0)
-        part = int(k > 0)
+    @staticmethod
+    def frames_of(steps: int) -> tuple[int, int, int]:
+        return 1, 1, 1
+
+    def jobs(self, slot: int, frames: Sequence[np.ndarray], k: int) -> list[Read]:
+        """Return the reads for rows (file, t), which are the k-th step of forecasts."""
         return [
             Read(slot, part, place, int(file), int(t), request)
             for place, (file, t) in enumerate(frames)
+            for part in ((1, 2) if k else (0,))
             for request in self.readers[part].requests
         ]
 
@@ -59,7 +65,7 @@ class ForecastData:
         files = self.files = Files.open(config.inf_data_path, "check --data_dir or --inf_data_path")
         fields = Fields.open(config, files)
         self.config, self.device, self.fields = config, device, fields
-        self.normalise, _ = normalisers(fields, device, config.enable_jit)  # in place
+        self.normalise, _, self.normalise_forced = normalisers(fields, device, config.enable_jit)  # in place
         self._compare((info or {}).get("data", {}))
         self.steps = round(settings.lead_hours / fields.step_hours)
         if self.steps < 1 or not math.isclose(self.steps * fields.step_hours, settings.lead_hours, rel_tol=1e-4):
@@ -67,14 +73,6 @@ class ForecastData:
         if fields.has_time and any(times is None for times in files.times):
             raise ValueError(f"some files in {config.inf_data_path} store time, and some not: give files of one kind")
         self.lead_hours = [fields.step_hours * (k + 1) for k in range(self.steps)]
-        if self.steps > 1 and set(fields.in_names) != set(fields.out_names):
-            raise ValueError(
-                f"the model reads {len(fields.in_names)} channels and forecasts {len(fields.out_names)}, not the same "
-                f"ones: its forecast is no input for a next step; take one step, --lead_hours {fields.step_hours:g}"
-            )
-        # The next input's channels among those of a forecast.
-        places = [fields.out_names.index(name) for name in fields.in_names] if self.steps > 1 else []
-        self.feedback = torch.tensor(places, dtype=torch.int64, device=device)
         self.origins = torch.tensor(fields.origins, device=device)
         self.map_stride = -(-config.img_size[1] // LARGEST_MAP)  # of the rows and columns that maps show
         # What is shown in pictures and as spectra: the first step, the last one, and some between.
@@ -88,7 +86,7 @@ class ForecastData:
                 f"lower --lead_hours, or give longer files"
             )
         opened, (rows, columns) = OpenFiles(files), config.img_size
-        used = fields.inputs, fields.outputs
+        used = fields.inputs, fields.outputs, fields.forced
         self.readers = tuple(FrameReader(files, channels, range(rows), columns, opened) for channels in used)
         self.frames: Iterator[Batch] | None = None
         self.copies = DeviceCopies(device) if device.type == "cuda" else None
@@ -149,33 +147,35 @@ class ForecastData:
         slots = 2 + -(-depth // (size * len(self.readers[1].requests)))  # in use, ready, and what keeps readers busy
         reader = StepReader(samples, size, slots, Reading(depth, pin=self.device.type == "cuda"))
         steps = ((self.stretches[numbers, k], k) for numbers in batches for k in range(self.steps + 1))
-        self.frames = read_ahead(reader, itertools.chain(steps, itertools.repeat(None)), depth, in_use=1)
+        self.frames = read_ahead(reader, itertools.chain(steps, itertools.repeat(((), 0))), depth, in_use=1)
 
-    def read(self) -> Iterator[Tensor]:
+    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the initial states [B, C_in, H, W], then the truth at each lead time [B, C_out, H, W], as stored.
 
-        They are those of the next batch of `begin`, on the device, each valid until the next one is asked for. Raises
+        With them come the inputs that are not forecast, [B, C_f, H, W]: at each lead time, normalised. They are those of the next batch of `begin`, on the device, each valid until the next one is asked for. Raises
         ReadError for a file that cannot be read.
         """
         for k in range(self.steps + 1):
             batch = next(self.frames)
-            raw = batch.target if k else batch.inp
+            raw = [batch.target if k else batch.inp, batch.forced]
             if self.copies is not None:
                 self.copies.pace()
-                (raw,) = self.copies.take(batch, raw)
-            yield raw
+                raw = self.copies.take(batch, *raw)
+            frames, forced = raw
+            yield frames, self.normalise_forced(forced)
 
     def find_nonfinite(self, forecast: int) -> None:
         """Raise ReadError, with the place, for the first value that is not finite among a forecast's frames."""
         for k, (file, t) in enumerate(self.stretches[forecast]):
-            frame = self.readers[k > 0].read_frame(file, t)
-            if not np.isfinite(frame).all():
-                c, y, x = np.argwhere(~np.isfinite(frame))[0]
-                name = (self.fields.out_names if k else self.fields.in_names)[c]
-                raise ReadError(
-                    f"{self.files.paths[file]}: frame {t}, channel {name!r}, row {y}, column {x} is {frame[c, y, x]}: "
-                    f"mend the file, or leave it out"
-                )
+            for part in (1, 2) if k else (0,):
+                frame = self.readers[part].read_frame(file, t)
+                if not np.isfinite(frame).all():
+                    c, y, x = np.argwhere(~np.isfinite(frame))[0]
+                    name = (self.fields.in_names, self.fields.out_names, self.fields.forced_names)[part][c]
+                    raise ReadError(
+                        f"{self.files.paths[file]}: frame {t}, channel {name!r}, row {y}, column {x} is "
+                        f"{frame[c, y, x]}: mend the file, or leave it out"
+                    )
 
     def persistence(self, raw: Tensor) -> Tensor:
         """Return initial states as a forecast, [B, C_out, H, W]: nothing changes. NaN for what is no input."""

@@ -172,7 +172,7 @@ def check_same_training(path: Path, old: dict[str, Any], config: Config) -> None
     """Raise ValueError where a key that decides training differs from `old`, the run's configuration so far."""
     for key in affecting("training"):  # of the data, their number is compared: see Run
         before = old.get(key, getattr(Config, key))  # a key that its code did not know yet
-        now = list(x) if isinstance(x := getattr(config, key), tuple) else x
+        before, now = (list(x) if isinstance(x, tuple) else x for x in (before, getattr(config, key)))
         if before != now:
             raise ValueError(
                 f"{path} was trained with {key} {before}, and now it is {now}: a resumed run keeps it; "

@@ -113,7 +113,7 @@ def update_weights(
 def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData, config: Config, run: Run) -> None:
     """Train for `num_iters` iterations; validate after each epoch and at the end: also the weights' moving average.
 
-    `step(inp, target, forced)` fills the gradients, returns the loss; `update(lr)` changes the weights, returns the norm.
+    `step(*tensors)` fills the gradients, returns the loss; `update(lr)` changes the weights, returns the norm.
     """
     while not run.should_stop:
         model.train()

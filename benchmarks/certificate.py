@@ -4,7 +4,8 @@
                                      [--modes float64 float32 ...] [--named 2]
 
 Each grid trains with train_mp.py's own main on small files and is compared with train.py in float64: the loss, every
-parameter's gradient, its norm, the weights after 5 steps, the validation metrics. Ranks that hold the same parameter
+parameter's gradient, its norm, the weights after 5 steps, the validation metrics; with forecasts of one step, of two
+and of four, with windows that overlap and without. Ranks that hold the same parameter
 must hold the same bits. Five named grids, or the first of them, are then tried in other modes. An error is the largest
 difference over the largest reference value, per full tensor. The first one above its bound ends the run and names what
 and where. What one process does is in proof/worker.py.
@@ -24,7 +25,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import yaml
 
 from benchmarks.harness.record import write_record
-from benchmarks.proof.cases import FULL_IMAGE, IMAGES, MODES, NAMED, NAMED_IMAGE, SECTION, label, runs_of, shown
+from benchmarks.proof.cases import (
+    EVERYWHERE,
+    FULL_IMAGE,
+    IMAGES,
+    MODES,
+    NAMED,
+    NAMED_IMAGE,
+    SECTION,
+    label,
+    runs_of,
+    shown,
+)
 from utils.measure.tables import markdown
 from utils.sample_data.write import write_shape
 
@@ -82,11 +94,11 @@ def summarise(results: list[dict]) -> tuple[str, dict[str, float], dict[str, lis
     return ". ".join(summary), figures, spread
 
 
-def by_grid(results: list[dict], column: str) -> dict[str, dict[str, float]]:
-    """Return the errors of each grid by `column`: images, or modes."""
+def by_grid(results: list[dict], *columns: str) -> dict[str, dict[str, float]]:
+    """Return the errors of each grid by `columns`: images, modes, or both."""
     rows: dict[str, dict[str, float]] = {}
     for result in results:
-        rows.setdefault(label(result["grid"]), {})[result[column]] = shown(result)
+        rows.setdefault(label(result["grid"]), {})[": ".join(result[column] for column in columns)] = shown(result)
     return rows
 
 
@@ -126,8 +138,9 @@ def main() -> None:
     summary, figures, spread = summarise(results)
     print(f"{summary}. {time.perf_counter() - start:.0f} s")
     if args.json:
-        exact, others = ([r for r in results if (r["mode"] == "float64") == plain] for plain in (True, False))
-        rows = {"grids": by_grid(exact, "image"), "modes": by_grid(others, "mode")}
+        everywhere = {mode for _, mode in EVERYWHERE}
+        exact, others = ([r for r in results if (r["mode"] in everywhere) == own] for own in (True, False))
+        rows = {"grids": by_grid(exact, "image", "mode"), "modes": by_grid(others, "mode")}
         write_record(args.json, figures, spread, summary=summary, **rows)
 
 

@@ -27,7 +27,7 @@ class Borders:
 
 def borders_of(shard: TokenShard, chunks: list[int]) -> Borders:
     """Return the borders of a shard; `chunks` are those of the ranks of its group. No communication."""
-    (H, W), P, K = shard.img_size, shard.patch_size, shard.columns
+    W, P, K = shard.img_size[1], shard.patch_size, shard.columns
     owner = np.repeat(np.repeat((np.arange(shard.total) // shard.length).reshape(-1, K), P, axis=0), P, axis=1)
     reached = reach(shard)
     neighbours = set(np.unique(owner[reached])) - {shard.index}  # who is needed, needs

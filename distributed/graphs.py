@@ -47,9 +47,10 @@ class CudaGraph:
 class Captured:
     """A function of tensors that runs as it is for `warmup` calls, is then recorded, and replayed from there on.
 
-    Where the tensors' shapes change, as when forecasts get longer, it begins anew. A recording holds addresses, not values: inputs are copied to where they lay when it was made, and the result is
-    copied away before the next call overwrites it. All else that the function reads or changes, such as weights and
-    gradients, must stay where it is. What it does in Python is done in the recording only.
+    Where the tensors' shapes change, as when forecasts get longer, it begins anew. A recording holds addresses, not
+    values: inputs are copied to where they lay when it was made, and the result is copied away before the next call
+    overwrites it. All else that the function reads or changes, such as weights and gradients, must stay where it is.
+    What it does in Python is done in the recording only.
     """
 
     function: Callable[..., Tensor]  # from tensors to a tensor

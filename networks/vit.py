@@ -308,6 +308,8 @@ def _check_sizes(img_size: Sequence[int], patch_size: int, overlap: int, embed_d
             f"take a patch_size that divides both, or crop with --img_size"
         )
     if not 0 <= 2 * overlap <= patch_size:
-        raise ValueError(f"patch_overlap is {overlap}: it takes 0 to {patch_size // 2}, half of patch_size {patch_size}")
+        raise ValueError(
+            f"patch_overlap is {overlap}: it takes 0 to {patch_size // 2}, half of patch_size {patch_size}"
+        )
     if embed_dim % num_heads:
         raise ValueError(f"embed_dim {embed_dim} does not divide into {num_heads} heads: take a multiple of it")

@@ -36,13 +36,13 @@ class Mode:
     times_serial: float | None = None
 
 
-# On every grid, too: forecasts of several steps, windows that overlap, means that are kept.
+# Forecasts of several steps, windows that overlap, a mean that is kept.
 ROLLOUTS = {
     "2 steps": ("--rollout_steps", "2"),
-    "4 steps": ("--rollout_steps", "4", "--rollout_from", "2"),
+    "1, then 4 steps": ("--rollout_steps", "4", "--rollout_from", "2"),  # its first gradients are those of one
     "overlap": ("--patch_overlap", "2"),
     "overlap, 2 steps": ("--patch_overlap", "4", "--rollout_steps", "2", "--conserve_mean", "ch0"),
-    "overlap, 4 steps": ("--patch_overlap", "3", "--rollout_steps", "4"),
+    "overlap, 4 steps": ("--patch_overlap", "1", "--rollout_steps", "4"),
 }
 HALF = dict(dtype="float32", bounds=(("loss", 1e-3),), times_serial=2.0)
 MODES = {
@@ -58,19 +58,36 @@ MODES = {
         ("--num_iters", "2", "--global_batch_size", "2", "--limit_nsamples_val", "2"), reference="4,050 tokens"
     ),
     **{name: Mode(flags, reference=name) for name, flags in ROLLOUTS.items()},
+    **{
+        f"overlap, 2 steps, {name}": Mode((*ROLLOUTS["overlap, 2 steps"], *flags), reference="overlap, 2 steps")
+        for name, flags in {
+            "accumulation": ("--accumulation_steps", "2"),
+            "recomputed": ("--activation_checkpoint", "step"),
+            "compile": ("--enable_jit",),
+        }.items()
+    },
     "dropout": Mode(("--dropout", "0.1"), bounds=(), reference=None),
     "float32": Mode(
         ("--num_iters", "20"), "float32", (("loss", 2e-6), ("gradients", 1e-5), ("grad_norm", 1e-5)), "20 steps"
     ),
     "bf16": Mode(("--amp_mode", "bf16"), **HALF),
     "fp16": Mode(("--amp_mode", "fp16"), **HALF),
+    "overlap, 2 steps, fp16": Mode(
+        (*ROLLOUTS["overlap, 2 steps"], "--amp_mode", "fp16"), **HALF, reference="overlap, 2 steps"
+    ),
 }
 # What train.py runs in one process.
 SERIAL = {
     "float64": Mode(),
     "20 steps": Mode(("--num_iters", "20")),
-    **{name: MODES[name] for name in ("clipping", "4,050 tokens", "DropPath", *ROLLOUTS, "bf16", "fp16")},
+    **{name: MODES[name] for name in ("clipping", "4,050 tokens", "DropPath", *ROLLOUTS)},
+    **{name: mode for name, mode in MODES.items() if mode.times_serial},
 }
+# What every grid runs.
+EVERYWHERE = [
+    ("32 tokens", "1, then 4 steps"), ("21 tokens", "overlap"), ("21 tokens", "overlap, 4 steps"),
+    ("16 tokens", "2 steps"), ("10 tokens", "float64"), ("10 tokens", "overlap, 2 steps"),
+]  # fmt: skip
 NAMED_IMAGE, FULL_IMAGE = "10 tokens", "4,050 tokens"  # the latter is a mode too: two steps, two samples
 
 
@@ -91,7 +108,7 @@ NAMED = [
 ]
 # On the full image of ERA5, which does not divide over 4, 7 or 16 shards.
 FULL = [grid_of(1, 4, 1, True), grid_of(1, 1, 7, False), grid_of(1, 4, 4, True)]
-EVERY = (1, 2, 4, 8)  # ranks of which all grids are tried, on all small images
+EVERY = (1, 2, 4, 8)  # ranks of which all grids are tried
 
 
 def grids(ranks: int) -> list[dict]:
@@ -114,10 +131,10 @@ def grids(ranks: int) -> list[dict]:
 
 def runs_of(ranks: int, images: list[str], modes: list[str], named: int) -> list[dict]:
     """Return what to run on `ranks` ranks: grids, each with its pairs of image and mode."""
-    pairs = [(grid, [[image, "float64"] for image in images]) for grid in grids(ranks) if ranks in EVERY]
-    pairs = pairs if "float64" in modes else []
+    everywhere = [[image, mode] for image, mode in EVERYWHERE if image in images and mode in modes]
+    pairs = [(grid, everywhere) for grid in grids(ranks) if ranks in EVERY]
     pairs += [(grid, [[FULL_IMAGE, FULL_IMAGE]]) for grid in FULL if FULL_IMAGE in modes]
-    others = [mode for mode in modes if mode not in ("float64", FULL_IMAGE)]
+    others = [mode for mode in modes if mode not in (FULL_IMAGE, *(mode for _, mode in EVERYWHERE))]
     pairs += [(grid, [[NAMED_IMAGE, mode] for mode in others if is_allowed(grid, mode)]) for grid in NAMED[:named]]
     sizes = ("dp", "tensor_parallel", "context_parallel")
     return [{"grid": g, "runs": runs} for g, runs in pairs if runs and math.prod(g[s] for s in sizes) == ranks]

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters  # no public way; a fault of `judged` w
 
 import train
 import train_mp
-from benchmarks.proof.cases import FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags, overlap_of
+from benchmarks.proof.cases import EVERYWHERE, FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags, overlap_of
 from distributed.helpers import sliced_dims
 from utils.comm import Grid
 from utils.config.reader import load_config
@@ -132,12 +132,12 @@ def serial(folder: str) -> None:
     references = {}
     for name, mode in SERIAL.items():
         torch.set_default_dtype(getattr(torch, mode.dtype))
-        images = {"float64": [i for i in written if i != FULL_IMAGE], FULL_IMAGE: [FULL_IMAGE]}.get(name, [NAMED_IMAGE])
-        for image in set(images) & set(written):
+        images = {NAMED_IMAGE} | {image for image, everywhere in EVERYWHERE if everywhere == name}
+        for image in ({FULL_IMAGE} if name == FULL_IMAGE else images) & set(written):
             argv = flags({}, image, mode, folder)
             references[image, name] = trained(train.main, argv, World(), overflows=name == "fp16")
             if mode.times_serial:
-                error = errors_of(references[image, name], references[image, "float64"], lambda whole: whole)
+                error = errors_of(references[image, name], references[image, mode.reference], lambda whole: whole)
                 references[image, name]["error"] = error["gradients"][0]
     torch.save(references, f"{folder}/references.pt")
     dist.destroy_process_group()

@@ -48,6 +48,15 @@ def test_float16_files_and_other_channels(tmp_path):
     compare(tmp_path, "--in_channels", "c", "a", "--out_channels", "b")
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_the_same_samples_of_several_steps(tmp_path, workers):
+    """Forecasts get longer in the middle of an epoch, and one channel is read and not forecast."""
+    write_data(tmp_path, names=["a", "b", "c"])
+    more = ["--rollout_steps", "2", "3", "--rollout_from", "3", "5", "--num_iters", "20", "--global_batch_size", "4"]
+    compare(tmp_path, "--in_channels", "c", "a", "--out_channels", "a", "b", *more, "--num_data_workers", workers)
+    compare(tmp_path, *more)
+
+
 def test_the_same_losses(tiny):
     native = losses(run_here(tiny_flags(tiny, "--num_iters", "6")))
     dali = losses(run_here(tiny_flags(tiny, "--num_iters", "6", "--run_num", "dali", "--num_data_workers", "1", *DALI)))

@@ -55,8 +55,12 @@ def check_slopes(rank, inputs, weights, group):
                     found = x.grad.view(-1)[i]
                     assert abs(found - slope) < 1e-7, (name, layout, i, found.item(), slope.item())
 
+    places, (sent, received) = exchanged(rank)
     layouts = [lambda x: x, lambda x: x.transpose(0, 2), lambda x: x[:, ::2], lambda x: x.flip(0).movedim(2, 0)]
     for layout in layouts:
+        check("halo", lambda x: mappings.halo(x, places, sent, received, group), layout=layout)
+        add = lambda x: mappings.halo_add(x[..., : sum(received)], places, sent, received, 6, group)  # noqa: E731
+        check("halo_add", add, layout=layout)
         check("copy", lambda x: mappings.copy(x, group), shared=True, layout=layout)
         check("reduce", lambda x: mappings.reduce(x, group), alike=True, layout=layout)
         for dim in (0, 1, 2, -1):
@@ -66,6 +70,12 @@ def check_slopes(rank, inputs, weights, group):
             check("reduce_scatter", lambda x: mappings.reduce_scatter(x, dim, group), layout=layout)
             for other in (0, 1, 2, -1):
                 check("all_to_all", lambda x: mappings.all_to_all(x, dim, other, group), layout=layout)
+
+
+def exchanged(rank):
+    """Places that a rank sends, and their numbers to and from each rank: a place goes to both, one has less to send."""
+    places = torch.tensor([[2, 1, 2], [3, 0]][rank])
+    return places, ([[1, 2], [1, 1]][rank], [[1, 1], [2, 1]][rank])
 
 
 def check_gradients(rank, inputs, weights, group):
@@ -93,6 +103,17 @@ def check_forwards(rank, inputs, weights, group):
     assert torch.equal(mappings.all_to_all(x, 2, 0, group), torch.cat([b.chunk(2, 2)[rank] for b in both], 0))
 
 
+def check_halo(rank, inputs, weights, group):
+    """Forwards of both, by their definitions, and that the one is the other's transpose."""
+    places, (sent, received) = exchanged(rank)
+    theirs = [exchanged(other)[0].split(exchanged(other)[1][0])[rank] for other in (0, 1)]
+    border = mappings.halo(inputs[rank], places, sent, received, group)
+    assert torch.equal(border, torch.cat([inputs[other][..., theirs[other]] for other in (0, 1)], -1))
+    back = mappings.halo_add(border, places, sent, received, 8, group)
+    times = torch.bincount(places, minlength=8)  # what was sent comes home, as often as it was sent
+    torch.testing.assert_close(back, inputs[rank] * times, rtol=1e-14, atol=0)
+
+
 def check_gathered_linear(rank, inputs, weights, group):
     """Gathering once more in the backward changes no gradient."""
     weight, bias = weights[0, :40].view(5, 8), weights[0, 40:45]
@@ -115,6 +136,9 @@ def check_graph(rank, inputs, weights, group):
     def several(x):
         x = mappings.reduce_scatter(mappings.all_gather(mappings.copy(x, group), 1, group), 0, group)
         x = mappings.all_to_all(mappings.gather(mappings.scatter(x, 2, group), 2, group), 1, 2, group)
+        places, counts = exchanged(rank)
+        border = mappings.halo(x, places, *counts, group)
+        x = x + mappings.halo_add(border.sin(), places, *counts, x.shape[-1], group)
         return mappings.reduce(mappings.gathered_linear(x[..., :8], weight, bias, 1, group).sum(), group)
 
     grads = []

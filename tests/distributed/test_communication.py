@@ -85,6 +85,30 @@ def test_a_step_sends_what_the_formulas_say(tmp_path, tp, cp, sequence_parallel,
         assert found["parameters"] == DEPTH * (12 * DIM**2 + 13 * DIM) + OTHER_REPLICAS
 
 
+@pytest.mark.parametrize("amp", ["none", "bf16"])
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("tp, cp", [(1, 2), (1, 4), (2, 2)])
+def test_borders_cost_what_the_formula_says(tmp_path, tp, cp, steps, amp):
+    """Rank 0 has the northernmost rows: a border of `overlap` rows, which 2 shards send to each other.
+
+    With kept means each step sums a number for each sample, forwards and backwards.
+    """
+    common = ["--tensor_parallel", str(tp), "--context_parallel", str(cp), "--local_batch_size", str(BATCH)]
+    common += ["--amp_mode", amp, "--rollout_steps", str(steps), "--conserve_mean", "ch1"]
+    found, without = (simulate(1, tiny_flags(tmp_path, *common, "--patch_overlap", str(overlap))) for overlap in (2, 0))
+    group = "tp-cp" if tp > 1 else "cp"
+    border = BATCH * 3 * 2 * 32  # C_out channels, 2 rows of 32 columns
+    half = 4 if amp == "none" else 2
+    exchanged = 2 * steps * border * half + 2 * (steps - 1) * border * 4  # forecasts are float32
+    assert found["count"][f"{group} all_to_all"] == 2 * steps + 2 * (steps - 1)
+    assert found["bytes"][f"{group} all_to_all"] == exchanged
+    sums = 2 * steps * BATCH * 4 + 2 * steps * BATCH * 4  # two of each sample for the loss, one each way for the mean
+    for kind in ("count", "bytes"):
+        assert f"{group} all_to_all" not in without[kind]
+        assert found[kind][f"{group} all_reduce"] == without[kind][f"{group} all_reduce"]
+    assert found["bytes"][f"{group} all_reduce"] == sums
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_ddp_sends_each_gradient_once_a_step_over_dp_cp(tmp_path, cp, monkeypatch):
     """With two parts of the batch: the first one waits."""

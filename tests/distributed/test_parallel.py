@@ -12,13 +12,16 @@ import torch.distributed as dist
 
 import train_mp
 from benchmarks.proof.cases import FULL_IMAGE, MODES
+from distributed.borders import borders_of
 from distributed.parallelize import check_parallel, parallelize, shard_tokens, share_frames
+from networks.overlap import repeat_at_poles, windows
 from networks.vit import MLP, Attention, Block, DropPath, ViT
 from tests.distributed.mapping_checks import (
     check_forwards,
     check_gathered_linear,
     check_gradients,
     check_graph,
+    check_halo,
     check_slopes,
     on_two_ranks,
 )
@@ -111,6 +114,46 @@ def test_shards_make_up_the_image(rows, columns, patch, shards):
     assert torch.equal(whole, image)
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize(
+    "rows, columns, patch, shards",
+    [(16, 32, 4, 4), (16, 32, 4, 3), (12, 28, 4, 8), (8, 16, 4, 8), (24, 16, 4, 16), (8, 40, 4, 3), (12, 4, 4, 2)],
+)
+def test_borders_bring_what_windows_need(rows, columns, patch, shards, overlap):
+    """All ranks in one process: borders that span rows and ranks, wrap round, and are all that a rank has; padding.
+
+    The chunks of the group's ranks are in another order than its ranks, as with --parallel_order cp-tp-dp.
+    """
+    image = torch.randn(1, 2, rows, columns)
+    chunks = np.random.default_rng(0).permutation(shards).tolist()
+    parts = [TokenShard((rows, columns), patch, shards, chunk, overlap=overlap) for chunk in chunks]
+    borders = [borders_of(part, chunks) for part in parts]
+    own = [part.cut(image[..., part.rows.start : part.rows.stop, :]).flatten(-2) for part in parts]
+    sent = [x[..., b.sent].split(b.sent_counts, -1) for x, b in zip(own, borders)]
+    whole = windows(repeat_at_poles(image, overlap), patch, overlap)
+    for rank, (part, border) in enumerate(zip(parts, borders)):
+        assert border.received_counts == [b.sent_counts[rank] for b in borders]
+        assert border.sent_counts[rank] == 0 and len(border.places.unique()) == len(border.places)
+        if not part.count:
+            assert not border.sent_counts or not sum(border.sent_counts + border.received_counts)
+            continue
+        received = torch.cat([pieces[rank] for pieces in sent], -1)
+        own_rows = part.place_in_rows(own[rank].unflatten(-1, part.shape))
+        found = own_rows.flatten(-2).index_copy(-1, border.places, received).view_as(own_rows)
+        poles = part.input_rows.start == 0, part.input_rows.stop == rows
+        tokens = windows(repeat_at_poles(found, overlap, *poles), patch, overlap)
+        begin = part.first % part.columns
+        mine = whole[:, part.first : part.first + part.count]
+        assert torch.equal(tokens[:, begin : begin + part.count], mine)
+        read = image[..., part.input_rows.start : part.input_rows.stop, :]  # as the first step has it
+        assert torch.equal(
+            windows(repeat_at_poles(read, overlap, *poles), patch, overlap)[:, begin:][:, : part.count], mine
+        )
+        assert torch.equal(part.own(read).flatten(-2), own[rank])
+        if part.count % part.columns == 0 and begin == 0:  # whole rows: `overlap` rows on each side but the poles
+            assert sum(border.received_counts) == (2 - sum(poles)) * overlap * columns
+
+
 def test_a_shard_is_in_the_order_of_the_tokens():
     part = TokenShard((4, 6), 2, 4, 1)  # 6 tokens, 2 a shard: the third of the first row, the first of the second
     image = torch.arange(24).view(4, 6)
@@ -135,7 +178,9 @@ def test_a_parallel_model_keeps_what_the_serial_one_has(tiny):
 
 
 def test_mappings_on_two_ranks():
-    for done in run_ranks(2, on_two_ranks, check_slopes, check_gradients, check_forwards, check_gathered_linear):
+    for done in run_ranks(
+        2, on_two_ranks, check_slopes, check_gradients, check_forwards, check_halo, check_gathered_linear
+    ):
         assert done.returncode == 0, done.stderr
 
 
@@ -167,7 +212,7 @@ def test_every_grid_of_four_ranks_equals_one_process():
     command = [sys.executable, "benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens", "--named", "2"]
     command += ["--modes", *(mode for mode in MODES if mode != FULL_IMAGE and "compile" not in mode)]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "37 runs on 21 grids." in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "64 runs on 21 grids." in done.stdout, done.stdout + done.stderr
 
 
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):

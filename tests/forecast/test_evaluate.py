@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import evaluate
 from networks.vit import ViT
-from tests.forecast.evaluations import NAMES, evaluated, flags, refused, row_weights, truth, write_climatology
+from tests.forecast.evaluations import NAMES, evaluated, flags, row_weights, truth, write_climatology
 from tests.helpers import ROOT, STEP, call_here, clean_environment, fields, run_here, run_ranks, tiny_flags, write_file
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.weights import choose, export, read_weights
@@ -306,14 +306,26 @@ def test_large_maps_are_thinned(trained, result, tmp_path):
     assert (tmp_path / "pictures/maps_u.png").exists()
 
 
-def test_a_model_that_does_not_forecast_its_input_takes_one_step(trained, tmp_path):
-    run = run_here(tiny_flags(trained, "--num_iters", "1", "--n_out_channels", "2", "--run_num", "fewer"))
+def test_what_is_read_and_not_forecast_comes_from_the_files(trained, tmp_path):
+    """The model reads t, and forecasts u and v: t is that of the files at each time, and of no earlier or later one."""
+    flags = ["--num_iters", "1", "--in_channels", "t", "v", "u", "--out_channels", "u", "v", "--run_num", "fewer"]
+    run = run_here(tiny_flags(trained, *flags))
     argv = ["--checkpoint", str(run), "--inf_data_path", str(trained / "valid"), "--out", str(tmp_path / "out")]
-    line = refused([*argv, "--lead_hours", "24"])
-    assert "reads 3 channels and forecasts 2" in line and "--lead_hours 6" in line
-    call_here(evaluate.main, [*argv, "--lead_hours", "6"])
-    skill = json.loads((tmp_path / "out/skill.json").read_text())
-    assert skill["lead_hours"] == [6] and list(skill["channels"]) == ["u", "v"]
+    call_here(evaluate.main, [*argv, "--lead_hours", "18", "--forecasts", "zarr"])
+    happened, stored = truth(trained), xarray.open_zarr(tmp_path / "out/forecasts/model.zarr")
+    stats = [np.load(trained / f"stats/global_{x}.npy").astype(np.float64).reshape(3, 1, 1) for x in ("means", "stds")]
+    mean, std = map(torch.from_numpy, stats)
+    model = ViT((16, 32), 4, 3, 2, 32, 2, 4).double().eval()
+    model.load_state_dict(read_weights(choose(run, best=False)[0]))
+    normal = [(torch.from_numpy(happened.sel(time=stored.time[5 + k]).values) - mean) / std for k in range(4)]
+    state = normal[0][[2, 1, 0]]
+    for k in range(3):
+        with torch.no_grad():
+            u, v = model(state[None])[0]
+        for name, forecast, c in (("u", u, 0), ("v", v, 1)):
+            expected = (forecast * std[c] + mean[c]).numpy()[::-1]
+            np.testing.assert_allclose(stored[name][5, k], expected, rtol=2e-5, atol=2e-5, err_msg=f"{k} {name}")
+        state = torch.stack([normal[k + 1][2], v, u])
 
 
 def test_who_reads_changes_nothing(trained, tmp_path):

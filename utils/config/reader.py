@@ -196,8 +196,8 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     first = config.rollout_from
     if len(first) != len(config.rollout_steps) or list(first) != sorted(set(first)) or first[-1] >= config.num_iters:
         raise ValueError(
-            f"rollout_from is {list(first)} for rollout_steps {list(config.rollout_steps)}: it takes the iteration from "
-            f"which each of them holds, one after the other, all below num_iters {config.num_iters}"
+            f"rollout_from is {list(first)} for rollout_steps {list(config.rollout_steps)}: it takes the iteration "
+            f"from which each of them holds, one after the other, all below num_iters {config.num_iters}"
         )
     if config.time_limit is not None and config.checkpoint_every is None:
         raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")

@@ -143,7 +143,9 @@ class Config:
     lr_schedule: str = key("cosine", "after the warm-up: decay to 0, or none", "training", choices=("cosine", "none"))
     warmup: int = key(0, "iterations of linear warm-up; the last of them uses lr", "training", at_least=0)
     clip_grad_norm: float | None = key(None, "largest norm of the whole gradient", "training", at_least=0)
-    rollout_steps: list[int] = key((1,), "steps of a forecast in training: the loss is their mean", "training", at_least=1)
+    rollout_steps: list[int] = key(
+        (1,), "steps of a forecast in training: the loss is their mean", "training", at_least=1
+    )
     rollout_from: list[int] = key((0,), "iteration from which each rollout_steps holds", "training", at_least=0)
     ema_decay: float | None = key(None, "decay of averaged weights: 0.999", "training", at_least=0, at_most=1)
 

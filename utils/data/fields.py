@@ -129,9 +129,9 @@ class Fields:
 
     @property
     def feedback(self) -> list[int] | None:
-        """Where each input of a next step stands among what is forecast and, after it, forced; None: it is the forecast.
+        """Where each input of a next step stands among what is forecast and, after it, forced.
 
-        A state never comes from a later time: what is not forecast is read, or known.
+        None where the input is the forecast as it is.
         """
         known = self.outputs + self.forced
         return None if self.inputs == self.outputs else [known.index(c) for c in self.inputs]

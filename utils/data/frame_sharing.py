@@ -47,17 +47,19 @@ class FrameSharing:
         With `as_input` into what the shards need as an input, [..., B, C, *input_shape]. Sends 1 - 1/ranks of what it
         decoded; every rank calls this for each batch.
         """
-        if frames.dim() == 5:  # of several times
-            return torch.stack([self.exchange(x, batch, as_input) for x in frames])
-        C, mine = frames.shape[1], self.shards[self.index]
-        shape = mine.input_shape if as_input else mine.shape
-        rows = [shard.input_rows if as_input else shard.rows for shard in self.shards]
-        parts = [frames[:, :, own.start : own.stop] for own in rows]
-        pieces = [s.cut_input(part) if as_input else s.cut(part) for s, part in zip(self.shards, parts)]
-        sent = [piece.numel() for piece in pieces]
-        shares = [self.share(batch, rank) for rank in range(len(self.shards))]
-        received = [(share.stop - share.start) * C * math.prod(shape) for share in shares]
+        *times, _, C = frames.shape[:-2]  # none, or K
+        mine, ranks = self.shards[self.index], range(len(self.shards))
+        shape = (C, *(mine.input_shape if as_input else mine.shape))
+        pieces = []
+        for shard in self.shards:
+            rows = shard.input_rows if as_input else shard.rows
+            part = frames[..., rows.start : rows.stop, :]
+            pieces.append(shard.cut_input(part) if as_input else shard.cut(part))
+        shares = [self.share(batch, rank) for rank in ranks]
+        sizes = [(*times, share.stop - share.start, *shape) for share in shares]
+        sent, received = [piece.numel() for piece in pieces], [math.prod(size) for size in sizes]
         out = frames.new_empty(sum(received))
         with span("communication"):
             dist.all_to_all_single(out, torch.cat([p.flatten() for p in pieces]), received, sent, group=self.group)
-        return out.view(batch, C, *shape)  # shares are in order, and so are the samples
+        # Shares are in order, and so are the samples.
+        return torch.cat([part.view(size) for part, size in zip(out.split(received), sizes)], dim=len(times))

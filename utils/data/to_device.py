@@ -62,7 +62,7 @@ class Normaliser:
         self.casts: dict[torch.Size, Tensor] = {}  # kept: on a CPU, fresh memory costs more than the arithmetic
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x [..., C, H, W] normalised: in place, or where it has another dtype, in a buffer that is used again."""
+        """Return x [..., C, H, W] normalised: in place, or if it has another dtype, in a buffer that is used again."""
         flat, out = x.flatten(0, -4), None  # the steps of a forecast are as further samples: less to compile
         if x.dtype != self.mean.dtype:
             if flat.shape not in self.casts:

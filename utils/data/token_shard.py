@@ -91,7 +91,7 @@ class TokenShard:
         return patches[..., start : start + self.count, :].flatten(-2)  # ... P count*P
 
     def place_in_rows(self, shard: Tensor) -> Tensor:
-        """Return the `input_rows` of an image, [..., h, W], with this shard [..., P, count P] there, zeros elsewhere."""
+        """Return the `input_rows` of an image, [..., h, W]: this shard [..., P, count P] there, zeros elsewhere."""
         K, P, rows, wider = self.columns, self.patch_size, self.rows, self.input_rows
         before = self.first % K if self.count else 0
         after = len(rows) // P * K - before - self.count

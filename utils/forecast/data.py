@@ -149,20 +149,20 @@ class ForecastData:
         steps = ((self.stretches[numbers, k], k) for numbers in batches for k in range(self.steps + 1))
         self.frames = read_ahead(reader, itertools.chain(steps, itertools.repeat(((), 0))), depth, in_use=1)
 
-    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def read(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the initial states [B, C_in, H, W], then the truth at each lead time [B, C_out, H, W], as stored.
 
-        With them come the inputs that are not forecast, [B, C_f, H, W]: at each lead time, normalised. They are those of the next batch of `begin`, on the device, each valid until the next one is asked for. Raises
-        ReadError for a file that cannot be read.
+        With the truth come the inputs that are not forecast, at that time and normalised, [B, C_f, H, W]. They are
+        those of the next batch of `begin`, on the device, each valid until the next one is asked for. Raises ReadError
+        for a file that cannot be read.
         """
         for k in range(self.steps + 1):
             batch = next(self.frames)
-            raw = [batch.target if k else batch.inp, batch.forced]
+            raw = [batch.target, batch.forced] if k else [batch.inp]
             if self.copies is not None:
                 self.copies.pace()
                 raw = self.copies.take(batch, *raw)
-            frames, forced = raw
-            yield frames, self.normalise_forced(forced)
+            yield raw[0], self.normalise_forced(raw[1]) if k else None
 
     def find_nonfinite(self, forecast: int) -> None:
         """Raise ReadError, with the place, for the first value that is not finite among a forecast's frames."""

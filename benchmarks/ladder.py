@@ -139,7 +139,7 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"--{name} is {getattr(args, name)}: it takes {least} or more")
     folder = "benchmarks/results" if args.update_readme else "runs"
     record = args.json or ROOT / folder / f"ladder_{config.config}.json"
-    rungs = chosen(all_rungs(args.nproc, config.global_batch_size), args.rungs)
+    rungs = chosen(all_rungs(args.nproc, config.global_batch_size, config.patch_size), args.rungs)
     if args.update_readme:
         ladder_report.check_place(PAGE, record)
     samples = len(WeatherData(replace(config, stage_dir=None, data_loader_config="pytorch")).train_pairs)

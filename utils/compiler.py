@@ -29,11 +29,13 @@ def check_compiler(config: Config, device: torch.device) -> None:
             f"compile_mode {config.compile_mode} replays graphs, with which training on AMD GPUs was reported to "
             f"converge worse, without an error (pytorch issue 187715): take default or max-autotune-no-cudagraphs"
         )
-    passes_again = config.accumulation_steps > 1 or config.activation_checkpoint == "block"
+    recomputes = config.activation_checkpoint in ("step", "block")
+    passes_again = config.accumulation_steps > 1 or config.longest_rollout > 1 or recomputes
     if config.compile_mode in GRAPH_MODES and device.type == "cuda" and passes_again:
         raise ValueError(
             f"compile_mode {config.compile_mode} replays CUDA graphs, which overwrite gradients where a block runs "
-            f"twice in a step: leave out --accumulation_steps and --activation_checkpoint=block, or take another mode"
+            f"twice in a step: leave out --accumulation_steps, --rollout_steps and --activation_checkpoint=block or "
+            f"step, or take another mode"
         )
 
 

@@ -38,7 +38,7 @@ class Rung:
 PLAIN = (
     "--num_data_workers=0", "--read_depth=None", "--data_loader_config=pytorch", "--no_tf32", "--amp_mode=none",
     "--no_enable_fused", "--no_enable_jit", "--attention=auto", "--activation_checkpoint=none", "--mlp_chunks=1",
-    "--accumulation_steps=1",
+    "--accumulation_steps=1", "--patch_overlap=0", "--rollout_steps=1", "--rollout_from=0", "--conserve_mean=None",
 )  # fmt: skip
 WORKERS = ("--num_data_workers=4",)
 STEPS = {  # in the order of the tutorial
@@ -58,6 +58,8 @@ ALONE = {
     "checkpoint MLPs": ("--activation_checkpoint=mlp",),
     "chunks": ("--mlp_chunks=4",),
     "two passes": ("--accumulation_steps=2",),
+    "two steps": ("--rollout_steps=2",),
+    "two steps, one kept": ("--rollout_steps=2", "--activation_checkpoint=step"),
     "the report": ("--report",),  # what looking at a run costs it
 }
 NEEDS = {"TF32": "TF32", "fp16": "fp16"}
@@ -86,7 +88,7 @@ def lacks(needs: str | None, ranks: int = 1) -> str | None:
     return None if there.get(needs) else MISSING[needs]
 
 
-def all_rungs(nproc: int, batch: int) -> list[Rung]:
+def all_rungs(nproc: int, batch: int, patch_size: int = 8) -> list[Rung]:
     """Return all rungs, each after the one below it; `batch` is that of a step on one rank."""
     rungs = [Rung("steps", "baseline", PLAIN, batch), Rung(*AGAIN.split(": "), PLAIN, batch, "steps: baseline")]
     flags, below = PLAIN, "steps: baseline"
@@ -96,7 +98,7 @@ def all_rungs(nproc: int, batch: int) -> list[Rung]:
         below = rungs[-1].key
     rungs.append(Rung("steps", "+ graphs", (*flags, *GRAPHS), batch, below, "train_mp_graphs.py", needs="a GPU"))
     odd = {"two passes": "2 samples"} if batch % 2 else {}
-    for name, more in ALONE.items():
+    for name, more in {**ALONE, "overlap": (f"--patch_overlap={patch_size // 2}",)}.items():
         needs = (NEEDS | odd).get(name)
         rungs.append(Rung("alone", name, (*PLAIN, *more), batch, "steps: baseline", needs=needs))
     graphs = Rung("alone", "graphs", (*PLAIN, *GRAPHS), batch, "steps: baseline", "train_mp_graphs.py", needs="a GPU")

@@ -50,7 +50,12 @@ def test_enable_jit_compiles_and_no_compiler_is_one_line(tiny, monkeypatch):
 def test_graphs_of_the_compiler_allow_one_run_of_a_block_in_a_step():
     gpu, mode = torch.device("cuda"), {"enable_jit": True, "compile_mode": "reduce-overhead"}
     check_compiler(Config(**mode), gpu)
-    for more in ({"accumulation_steps": 2}, {"activation_checkpoint": "block"}):
+    for more in (
+        {"accumulation_steps": 2},
+        {"activation_checkpoint": "block"},
+        {"activation_checkpoint": "step"},
+        {"rollout_steps": (2,), "rollout_from": (5,)},
+    ):
         check_compiler(Config(**{**mode, **more, "compile_mode": "default"}), gpu)
         with pytest.raises(ValueError, match="overwrite gradients where a block runs twice"):
             check_compiler(Config(**mode, **more), gpu)

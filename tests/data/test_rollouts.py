@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.data.test_data_loader import read, weather
-from tests.helpers import STEP, fields, losses, resume_here, run_here, tiny_flags, write_data, write_file
+from tests.helpers import STEP, fields, losses, records, resume_here, run_here, tiny_flags, write_data, write_file
 from utils.config.reader import load_config
 from utils.data.files import Files
 from utils.errors import Refused
@@ -111,7 +111,6 @@ def test_the_loss_is_the_mean_over_the_steps(tiny):
     [
         (["--rollout_steps", "2", "4"], "rollout_from is .0. for rollout_steps .2, 4."),
         (["--rollout_steps", "2", "4", "--rollout_from", "3", "3"], "one after the other"),
-        (["--rollout_steps", "2", "--rollout_from", "4"], "all below num_iters 4"),
         (["--conserve_mean", "x"], "conserve_mean names 'x', and the forecast channels are"),
     ],
 )
@@ -132,3 +131,22 @@ def test_validation_is_of_one_step(tiny):
     batches = read(weather(tiny, *CURRICULUM).valid_loader)
     assert {batch.target.shape[0] for batch in batches} == {1}
     assert [b.inp.shape for b in batches] == [b.inp.shape for b in read(weather(tiny).valid_loader)]
+
+
+def test_what_a_short_run_does_not_reach_is_said(tiny):
+    """`--config=demo --num_iters=60` is no error, and neither are its samples those of the longer forecasts."""
+    flags = tiny_flags(tiny, "--rollout_steps", "4", "--rollout_from", "4")
+    config, remarks = load_config(flags)
+    assert remarks == ["rollout_from 4 is not reached: num_iters is 4"] and config.longest_rollout == 1
+    assert len(weather(tiny, *flags).train_pairs) == len(weather(tiny).train_pairs)
+
+
+def test_what_is_computed_is_counted(tiny):
+    """MFU: the passes of the epoch's iterations, here of 1, 2 and 2 and 2 steps."""
+    rows = {}
+    for name, flags in {"one": [], "more": ["--rollout_steps", "2", "--rollout_from", "1"]}.items():
+        folder = run_here(tiny_flags(tiny, "--global_batch_size", "4", "--run_num", name, *flags))
+        (rows[name],) = records(folder, "epoch")
+        assert ("Forecasts: of 1 step(s), from iteration 1 on of 2" in (folder / "out.log").read_text()) == bool(flags)
+    work = [row["mfu"] / row["samples_per_sec"] for row in rows.values()]
+    assert work[1] == pytest.approx(7 / 4 * work[0])

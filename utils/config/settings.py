@@ -220,6 +220,10 @@ class Config:
         """Return the steps of a forecast in an iteration, counted from 0: one before the first of `rollout_from`."""
         return ([1] + [n for n, first in zip(self.rollout_steps, self.rollout_from) if first <= iteration])[-1]
 
+    def mean_steps(self, iterations: range) -> float:
+        """Return the mean of `steps_at` over iterations; 1 where there are none."""
+        return sum(map(self.steps_at, iterations)) / len(iterations) if iterations else 1.0
+
     @property
     def longest_rollout(self) -> int:
         """The most steps of a forecast in training."""

@@ -30,6 +30,7 @@ CONDITIONS = {
     "plain attention": lambda m, c: c.attention == "math",
     "computes twice": lambda m, c: c.activation_checkpoint != "none",
     "computes once": lambda m, c: c.activation_checkpoint == "none",
+    "several steps": lambda m, c: c.activation_checkpoint == "none" and c.longest_rollout > 1,
     "even batch": lambda m, c: c.local_batch_size % 2 == 0,
     "data parallel in one pass": lambda m, c: (
         c.tensor_parallel * c.context_parallel < len(m.nodes) and c.accumulation_steps == 1

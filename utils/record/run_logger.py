@@ -106,6 +106,10 @@ class RunLogger(Observer):
             *(config.global_batch_size, config.local_batch_size, data.num_shards, config.accumulation_steps),
             *(len(data.train_loader), config.num_iters),
         )
+        if config.longest_rollout > 1:
+            then = zip(config.rollout_from, config.rollout_steps)
+            later = ", ".join(f"from iteration {first} on of {steps}" for first, steps in then)
+            logging.info("Forecasts: of %d step(s), %s", config.steps_at(-1), later)
         logging.info(
             "Model: %s parameters on each rank, %.4g GFLOP a sample forward; attention kernel: %s",
             f"{sum(p.numel() for p in model.parameters()):,}",
@@ -141,7 +145,8 @@ class RunLogger(Observer):
     def after_epoch(self, record: EpochRecord, example: tuple[Tensor, Tensor, Tensor]) -> None:
         """Record an epoch and its validation, and draw `example` (input, target, forecast)."""
         speed, self.last = record.samples_per_sec, record
-        record.mfu = speed and 3 * self.flops * speed / (self.job.world.size * self.peak)
+        passes = self.job.config.mean_steps(range(record.iteration - record.iterations, record.iteration))
+        record.mfu = speed and 3 * self.flops * passes * speed / (self.job.world.size * self.peak)
         self.write(record.event())
         logging.info("  Avg val loss={}".format(record.valid_loss))
         if record.valid_loss_ema is not None:

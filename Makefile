@@ -6,7 +6,7 @@
 # make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
 # make ladder   what does each optimisation bring here? The same ARGS
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
-#         faults, soak, slurm (interrupted runs), simulate, benchmark, figures, docs (the figures in the pages)
+#         faults, soak, slurm (interrupted runs), skill, simulate, benchmark, figures, docs (the figures in the pages)
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -26,7 +26,7 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test test-all lint format readme docs doctor ladder figures benchmark certificate mutations combinations faults soak slurm simulate clean
+.PHONY: help demo test test-all lint format readme docs doctor ladder figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -9
@@ -99,7 +99,7 @@ benchmark: data/demo $(TOOLS)
 	$(PYTHON) benchmarks/evaluation.py --json benchmarks/results/evaluation.json
 	$(PYTHON) benchmarks/startup.py --json benchmarks/results/startup.json
 
-# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 12 minutes on 2 cores.
+# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 14 minutes on 2 cores.
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json
 	$(PYTHON) docs/make.py
@@ -124,6 +124,12 @@ soak: $(TOOLS)
 # Jobs that reach their time limit, the ladder and an evaluation in a job, on a Slurm of one node: about 8 minutes.
 slurm: $(TOOLS)
 	$(PYTHON) -m pytest tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py tests/slurm/evaluation_in_a_job.py
+
+# Chapter 6's tables: the same trainings without and with overlap, several steps and so on: about an hour.
+skill: data/demo
+	$(PYTHON) benchmarks/skill.py --config=demo --json benchmarks/results/skill_demo.json
+	$(PYTHON) benchmarks/skill.py --config=era5_djf --json benchmarks/results/skill_era5_djf.json
+	$(PYTHON) docs/make.py
 
 # What large grids hold and send, computed on this machine: chapter 2's table.
 simulate: $(READY)

@@ -13,16 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distributed.mappings import all_gather, all_to_all, copy, gathered_linear, reduce, reduce_scatter
+from networks.overlap import OverlapHead, in_compute_dtype
 from networks.vit import Attention, PatchEmbed
 from utils.comm import Grid
 
 TOKENS = 1  # the dim of the tokens
-
-
-def in_compute_dtype(x: Tensor) -> Tensor:
-    """Return `x` in the dtype that autocast will compute in: a collective then moves half the bytes."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def shard_rows(weight: Tensor, grid: Grid, parts: int = 1) -> nn.Parameter:
@@ -118,3 +113,13 @@ class ParallelPatchEmbed(PatchEmbed):
 
     def patches(self, x: Tensor) -> Tensor:
         return super().patches(x)[:, self.own]
+
+
+class ParallelOverlapHead(OverlapHead):
+    """The head of this rank's tokens, where windows overlap: it writes to the rows that their windows reach.
+
+    `others` are the tokens of other ranks, before and after, that make whole rows of patches of this rank's.
+    """
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.pad(super().project(x, weight), (0, 0, *self.others))

@@ -8,10 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distributed.borders import borders_of
-from distributed.layers import ColumnParallelLinear, ParallelAttention, ParallelPatchEmbed, RowParallelLinear
+from distributed.layers import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelOverlapHead,
+    ParallelPatchEmbed,
+    RowParallelLinear,
+)
 from distributed.mappings import copy, halo, halo_add, reduce
-from networks.overlap import mirror_at_poles, overlap_add, repeat_at_poles
-from networks.vit import ViT, unpatchify
+from networks.overlap import mirror_at_poles, repeat_at_poles
+from networks.vit import ViT
 from utils.comm import Grid, places
 from utils.config.settings import Config
 from utils.data.frame_sharing import FrameSharing
@@ -90,7 +96,7 @@ def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, devic
         attn.__class__ = ParallelAttention
         attn.num_tokens, attn.cp, attn.ulysses = shard.total, grid.get_group("cp"), config.cp_attention == "ulysses"
     model.__class__ = ParallelViT
-    model.shard, model.dp, model.dp_rank = shard, grid.get_size("dp"), grid.get_rank("dp")
+    model.shard, model.shape, model.dp, model.dp_rank = shard, shard.shape, grid.get_size("dp"), grid.get_rank("dp")
     model.generator = torch.Generator(device).manual_seed(config.seed)
     # What differs between ranks is no buffer: DistributedDataParallel would copy that of one rank to all.
     if model.kept is not None:
@@ -99,8 +105,10 @@ def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, devic
         model.area = area
     if shard.overlap and shard.shards > 1:
         begin = shard.first % shard.columns if shard.count else 0
-        model.patch_embed.__class__ = ParallelPatchEmbed
+        tokens = max(len(shard.rows) // shard.patch_size, 1) * shard.columns  # of whole rows of patches
+        model.patch_embed.__class__, model.head.__class__ = ParallelPatchEmbed, ParallelOverlapHead
         model.patch_embed.own = slice(begin, begin + shard.count)
+        model.head.others = begin, tokens - begin - shard.count
         axes = "tp-cp" if sp else "cp"
         borders = borders_of(shard, [shard_tokens(config, grid, rank).index for rank in grid.get_ranks(axes)])
         model.counts = borders.sent_counts, borders.received_counts
@@ -152,16 +160,11 @@ class ParallelViT(ViT):
             forecast = rows.flatten(-2).index_copy(-1, self.places, border).view_as(rows)
         return super().next_input(forecast, forced)
 
-    def to_image(self, y: Tensor) -> Tensor:  # B n C*S*S
-        shard, P, K, o = self.shard, self.patch_size, self.columns, self.overlap
-        if shard.shards == 1:
-            return super().to_image(y)
-        if not o:
-            return unpatchify(y, shard.shape, P)
-        begin = self.patch_embed.own.start
-        tokens = max(len(shard.rows) // P, 1) * K  # of whole rows
-        rows = overlap_add(F.pad(y, (0, 0, begin, tokens - begin - shard.count)), K, P, o)
-        rows = mirror_at_poles(rows, o, *self.poles)
+    def without_margins(self, image: Tensor) -> Tensor:
+        if not self.has_borders:
+            return super().without_margins(image)
+        shard, P = self.shard, self.patch_size
+        rows = mirror_at_poles(image, self.overlap, *self.poles)
         own = shard.own(rows) if shard.count else rows[:, :, :P, :0]
         border = rows.flatten(-2).index_select(-1, self.places)
         return own + halo_add(border, self.sent, *self.counts, P * shard.count * P, shard.group).view_as(own)

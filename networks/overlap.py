@@ -11,8 +11,11 @@ Shapes:  B batch   C channels   P patch size   o overlap, P/2 at most   S = P + 
          H + 2 o rows with margins: those of R rows of patches (H = R P), and o more above and below
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 def blending_weights(patch_size: int, overlap: int) -> Tensor:
@@ -39,19 +42,83 @@ def windows(image: Tensor, patch_size: int, overlap: int) -> Tensor:
     return found.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
-def overlap_add(tokens: Tensor, columns: int, patch_size: int, overlap: int) -> Tensor:
-    """Add up what windows write: [B, R K, C S S] -> [B, C, H + 2 o, W], with margins. The gradient of `windows`."""
-    P, o, K = patch_size, overlap, columns
-    S = P + 2 * o
-    x = tokens.unflatten(-1, (-1, S, S)).unflatten(1, (-1, K))  # B R K C S S
-    # A window's last 2 o columns lie on the first ones of the next window, the last window's on the first one's.
-    first, last = x[..., : 2 * o], x[..., P:].roll(1, dims=2)
-    x = torch.cat([first + last, x[..., 2 * o : P]], dim=-1)  # B R K C S P, beginning o columns to the west
-    x = x.permute(0, 3, 1, 4, 2, 5).flatten(-2).roll(-o, dims=-1)  # B C R S W
-    first, last = x[:, :, :, : 2 * o], x[:, :, :, P:]
-    borders = torch.cat([first[:, :, :1], first[:, :, 1:] + last[:, :, :-1], last[:, :, -1:]], dim=2)  # B C R+1 2o W
-    body = torch.cat([borders[:, :, :-1], x[:, :, :, 2 * o : P]], dim=3).flatten(2, 3)  # B C H W
-    return torch.cat([body, borders[:, :, -1]], dim=2)
+class _WindowsLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, image, weight, bias, cut):
+        ctx.cut = cut
+        ctx.save_for_backward(image, weight)  # where autograd would keep the windows: four times as much
+        return F.linear(cut(image), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        image, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            leaf = image.detach().requires_grad_(ctx.needs_input_grad[0])
+            x = ctx.cut(leaf)
+        grad_image = torch.autograd.grad(x, leaf, grad @ weight)[0] if leaf.requires_grad else None
+        rows = grad.flatten(0, -2)
+        return grad_image, rows.t() @ x.detach().flatten(0, -2), rows.sum(0), None
+
+
+def windows_linear(image: Tensor, layer: nn.Linear, cut: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `layer(cut(image))` that keeps the image for the backward pass, and cuts it once more there."""
+    return _WindowsLinear.apply(*map(in_compute_dtype, (image, layer.weight, layer.bias)), cut)
+
+
+def in_compute_dtype(x: Tensor) -> Tensor:
+    """Return `x` in the dtype that autocast will compute in."""
+    kind = x.device.type
+    if x.is_meta or not torch.is_autocast_enabled(kind):  # of tensors without numbers autocast knows nothing
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def overlap_add(parts: Sequence[Tensor], columns: int, patch_size: int, overlap: int) -> Tensor:
+    """Add up what windows write, and return an image with margins, [B, C, H + 2 o, W]. The gradient of `windows`.
+
+    A window comes in four parts, [B, R K, C a b] each, of a x b points as `part_slices` has them.
+    """
+    P, o, K, image = patch_size, overlap, columns, None
+    for part, (rows, across) in zip(parts, part_slices(P, o)):
+        a, b = rows.stop - rows.start, across.stop - across.start
+        x = part.unflatten(-1, (-1, a, b)).unflatten(1, (-1, K))  # B R K C a b
+        B, R, _, C = x.shape[:4]
+        if image is None:
+            image = x.new_zeros(B, C, R * P + 2 * o, K * P)
+        if across.start:  # it lies on the next patch, the last one's on the first
+            x = x.roll(1, dims=2)
+        there = image[:, :, rows.start : rows.start + (R - 1) * P + a].unfold(2, a, P)  # B C R W a
+        there.unflatten(3, (K, P))[..., :b, :].add_(x.permute(0, 3, 1, 2, 5, 4))
+    return image.roll(-o, dims=-1)  # columns began o to the west
+
+
+def part_slices(patch_size: int, overlap: int) -> list[tuple[slice, slice]]:
+    """Return the rows and columns of a window's parts: as large as a patch, and what lies east, south, south-east."""
+    first, rest = slice(0, patch_size), slice(patch_size, patch_size + 2 * overlap)
+    return [(first, first), (first, rest), (rest, first), (rest, rest)]
+
+
+class OverlapHead(nn.Linear):
+    """The head whose tokens write windows: [B, R K, D] -> an image with margins, [B, C, H + 2 o, W].
+
+    The windows together are four times as large as the image. So they are computed, weighted and added in four parts,
+    of which one is in memory at a time.
+    """
+
+    def __init__(self, embed_dim: int, out_chans: int, columns: int, patch_size: int, overlap: int):
+        super().__init__(embed_dim, out_chans * (patch_size + 2 * overlap) ** 2, bias=False)
+        self.columns, self.patch_size, self.overlap = columns, patch_size, overlap
+        self.register_buffer("blend", blending_weights(patch_size, overlap)[..., None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        P, o = self.patch_size, self.overlap
+        weight = self.weight.view(-1, P + 2 * o, P + 2 * o, self.in_features) * self.blend  # C S S D
+        parts = (self.project(x, weight[:, rows, columns].flatten(0, 2)) for rows, columns in part_slices(P, o))
+        return overlap_add(parts, self.columns, P, o)
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return a part of all windows, [B, R K, C a b]."""
+        return F.linear(x, weight)
 
 
 def mirror_at_poles(image: Tensor, overlap: int, north: bool = True, south: bool = True) -> Tensor:

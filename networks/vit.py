@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from networks.attention import attention
-from networks.overlap import blending_weights, mirror_at_poles, overlap_add, repeat_at_poles, windows
+from networks.overlap import OverlapHead, mirror_at_poles, repeat_at_poles, windows, windows_linear
 
 
 class PatchEmbed(nn.Module):
@@ -30,6 +30,8 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Linear(in_chans * (patch_size + 2 * overlap) ** 2, embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.overlap:
+            return windows_linear(x, self.proj, self.patches)
         return self.proj(self.patches(x))  # B N D
 
     def patches(self, x: Tensor) -> Tensor:
@@ -176,8 +178,9 @@ class ViT(nn.Module):
     ):  # fmt: skip
         super().__init__()
         _check_sizes(img_size, patch_size, overlap, embed_dim, num_heads)
-        self.patch_size, self.overlap, self.columns = patch_size, overlap, img_size[1] // patch_size
-        num_patches = (img_size[0] // patch_size) * self.columns
+        self.patch_size, self.overlap, self.shape = patch_size, overlap, tuple(img_size)
+        columns = img_size[1] // patch_size
+        num_patches = (img_size[0] // patch_size) * columns
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim, overlap)
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches, embed_dim))
         self.pos_drop = nn.Dropout(dropout)
@@ -190,14 +193,17 @@ class ViT(nn.Module):
         self.paths = [module for module in self.modules() if isinstance(module, DropPath)]
         self.recompute, self.mlp_chunks, self.has_dropout = activation_checkpoint, mlp_chunks, dropout > 0
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
-        self.head = nn.Linear(embed_dim, out_chans * (patch_size + 2 * overlap) ** 2, bias=False)
+        self.head = (
+            OverlapHead(embed_dim, out_chans, columns, patch_size, overlap)
+            if overlap
+            else nn.Linear(embed_dim, out_chans * patch_size**2, bias=False)
+        )
         # Buffers live on the device: a Python list as index would be copied there in every step.
         scale = torch.ones(out_chans) if residual_scale is None else torch.tensor(residual_scale)
         constants = {
             "residual": None if residual is None else torch.tensor(residual),
             "residual_scale": scale.to(torch.get_default_dtype()).view(1, -1, 1, 1),
             "feedback": None if feedback is None else torch.tensor(feedback),
-            "blend": blending_weights(patch_size, overlap).flatten().repeat(out_chans) if overlap else None,
             "kept": torch.tensor(conserve).T.clone() if conserve else None,
             "area": area if conserve else None,
         }
@@ -259,22 +265,24 @@ class ViT(nn.Module):
 
     def decode(self, tokens: Tensor, x: Tensor) -> Tensor:
         """Return the forecast [B, C_out, H, W] from the last block's tokens and the input."""
-        head = recomputed(self.norm_head, random=False) if self.mlp_chunks > 1 else self.norm_head
-        y = self.to_image(in_chunks(head, tokens, self.mlp_chunks))
+        y = self.to_image(tokens)
         if self.residual is not None:
             y = x.index_select(1, self.residual) + self.residual_scale * y
         return y if self.kept is None else self.keep_means(y, x)
 
-    def norm_head(self, tokens: Tensor) -> Tensor:
-        y = self.head(self.norm(tokens))
-        return y * self.blend.to(y.dtype) if self.overlap else y
+    def to_image(self, tokens: Tensor) -> Tensor:
+        """Return what the head makes of the tokens, in its place: [B, C_out, H, W]."""
+        if self.overlap:
+            return self.without_margins(self.norm_head(tokens))
+        head = recomputed(self.norm_head, random=False) if self.mlp_chunks > 1 else self.norm_head
+        return unpatchify(in_chunks(head, tokens, self.mlp_chunks), self.shape, self.patch_size)
 
-    def to_image(self, y: Tensor) -> Tensor:
-        """Put what the head gives for each token, [B, N, C S S], in its place: [B, C, H, W]."""
-        P, K, o = self.patch_size, self.columns, self.overlap
-        if o:
-            return mirror_at_poles(overlap_add(y, K, P, o), o)
-        return unpatchify(y, (y.shape[1] // K * P, K * P), P)
+    def norm_head(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(tokens))
+
+    def without_margins(self, image: Tensor) -> Tensor:
+        """Return what windows wrote, [B, C_out, H + 2 o, W], as the image: nothing is lost beyond it."""
+        return mirror_at_poles(image, self.overlap)
 
     def keep_means(self, forecast: Tensor, x: Tensor) -> Tensor:
         """Shift the channels of `conserve` such that their means are those of the input."""

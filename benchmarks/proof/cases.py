@@ -36,13 +36,13 @@ class Mode:
     times_serial: float | None = None
 
 
-# Forecasts of several steps, windows that overlap, a mean that is kept.
+# Forecasts of several steps, windows that overlap, a mean that is kept. Longer forecasts, fewer iterations.
 ROLLOUTS = {
-    "2 steps": ("--rollout_steps", "2"),
-    "1, then 4 steps": ("--rollout_steps", "4", "--rollout_from", "2"),  # its first gradients are those of one
-    "overlap": ("--patch_overlap", "2"),
-    "overlap, 2 steps": ("--patch_overlap", "4", "--rollout_steps", "2", "--conserve_mean", "ch0"),
-    "overlap, 4 steps": ("--patch_overlap", "1", "--rollout_steps", "4"),
+    "2 steps": ("--rollout_steps", "2", "--num_iters", "3"),
+    "1, then 4 steps": ("--rollout_steps", "4", "--rollout_from", "2", "--num_iters", "3"),  # first gradients: of one
+    "overlap": ("--patch_overlap", "2", "--num_iters", "3"),
+    "overlap, 2 steps": ("--patch_overlap", "4", "--rollout_steps", "2", "--conserve_mean", "ch0", "--num_iters", "3"),
+    "overlap, 4 steps": ("--patch_overlap", "1", "--rollout_steps", "4", "--num_iters", "2"),
 }
 HALF = dict(dtype="float32", bounds=(("loss", 1e-3),), times_serial=2.0)
 MODES = {

@@ -1,6 +1,7 @@
 """Draw the figures of chapter 2: `make figures` runs this.
 
-grid.png: the groups of 16 ranks. mappings.png: where the collectives of one block stand, forward and backward.
+grid.png: the groups of 16 ranks. mappings.png: where the collectives of one block, and of windows, stand, forward and
+backward.
 """
 
 import sys
@@ -46,6 +47,13 @@ ROWS = {
         ("attention", "all tokens, own heads", SLICE),
         ("all_to_all", "all-to-all|all-to-all", COLLECTIVE),
         ("y", "own tokens, all heads", SHARD),
+    ],
+    "windows that overlap (tokens over tp, cp)": [
+        ("state", "own points", SHARD),
+        ("halo", "borders sent|sent home, added", COLLECTIVE),
+        ("windows, blocks", "own tokens", SLICE),
+        ("halo_add", "sent home, added|borders sent", COLLECTIVE),
+        ("forecast", "own points", SHARD),
     ],
 }
 

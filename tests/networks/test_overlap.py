@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks.overlap import blending_weights, mirror_at_poles, overlap_add, repeat_at_poles, windows
+from networks.overlap import blending_weights, mirror_at_poles, overlap_add, part_slices, repeat_at_poles, windows
 from networks.vit import ViT
 from tests.networks.test_vit import BASE, vit
 
@@ -18,6 +18,13 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def added(tokens, K, P, o):
+    """What windows [B, R K, C S S] write, as an image."""
+    whole = tokens.unflatten(-1, (-1, P + 2 * o, P + 2 * o))
+    parts = [whole[..., rows, columns].flatten(2) for rows, columns in part_slices(P, o)]
+    return mirror_at_poles(overlap_add(parts, K, P, o), o)
 
 
 @pytest.mark.parametrize("P, o, R, K", SIZES)
@@ -35,7 +42,7 @@ def test_a_token_reads_its_window(P, o, R, K):
 def test_windows_are_added_where_they_lie(P, o, R, K):
     S, H, W = P + 2 * o, R * P, K * P
     tokens = torch.randn(2, R * K, 3 * S * S)
-    found = mirror_at_poles(overlap_add(tokens, K, P, o), o).numpy()
+    found = added(tokens, K, P, o).numpy()
     expected = np.zeros((2, 3, H, W))
     for n in range(R * K):
         for i in range(S):
@@ -49,7 +56,7 @@ def test_windows_are_added_where_they_lie(P, o, R, K):
 @pytest.mark.parametrize("P, o, R, K", SIZES)
 def test_weights_add_up_to_one_everywhere(P, o, R, K):
     weights = blending_weights(P, o).flatten().expand(1, R * K, -1)
-    everywhere = mirror_at_poles(overlap_add(weights, K, P, o), o)
+    everywhere = added(weights, K, P, o)
     torch.testing.assert_close(everywhere, torch.ones(1, 1, R * P, K * P), rtol=1e-14, atol=1e-14)
     edge = blending_weights(P, o).sum(0)[: 2 * o] / P
     torch.testing.assert_close(edge, torch.sin((torch.arange(2 * o) + 0.5) * torch.pi / (4 * o)) ** 2)

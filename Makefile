@@ -129,7 +129,6 @@ slurm: $(TOOLS)
 skill: data/demo
 	$(PYTHON) benchmarks/skill.py --config=demo --json benchmarks/results/skill_demo.json
 	$(PYTHON) benchmarks/skill.py --config=era5_djf --json benchmarks/results/skill_era5_djf.json
-	$(PYTHON) docs/make.py
 
 # What large grids hold and send, computed on this machine: chapter 2's table.
 simulate: $(READY)

@@ -46,15 +46,9 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 def forward_backward(
-    model: nn.Module,
-    inp: Tensor,
-    target: Tensor,
-    forced: Tensor,
-    scaler: torch.amp.GradScaler,
-    config: Config,
-    distance: Callable[[Tensor, Tensor], Tensor] = relative_l2,
-    gradient_factor: int = 1,
-) -> Tensor:
+    model: nn.Module, inp: Tensor, target: Tensor, forced: Tensor, scaler: torch.amp.GradScaler, config: Config,
+    distance: Callable[[Tensor, Tensor], Tensor] = relative_l2, gradient_factor: int = 1,
+) -> Tensor:  # fmt: skip
     """Fill the gradients of one optimiser step and return the loss, the mean over this rank's samples.
 
     A forecast goes as many steps ahead as there are targets (K B C H W), and the gradients pass through all of them.
@@ -154,9 +148,9 @@ def build_model(config: Config, fields: Fields, device: torch.device | None = No
         config.img_size, config.patch_size, len(fields.in_names), len(fields.out_names),
         config.embed_dim, config.depth, config.num_heads, dropout=config.dropout, drop_path=config.drop_path,
         attention=kernel, activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
-        overlap=config.patch_overlap, feedback=fields.feedback,
-        residual=fields.origins if config.residual else None, residual_scale=fields.residual_scale,
-        conserve=fields.kept(config.conserve_mean), area=torch.tensor(fields.area, dtype=torch.get_default_dtype()),
+        overlap=config.patch_overlap, residual=fields.origins if config.residual else None,
+        residual_scale=fields.residual_scale, feedback=fields.feedback, conserve=fields.kept(config.conserve_mean),
+        area=torch.tensor(fields.area, dtype=torch.get_default_dtype()),
     )  # fmt: skip
     return load_weights(model, config.init_from)
 

@@ -155,6 +155,18 @@ def answer_help(argv: list[str]) -> None:
             _parse_chapter(argv, 1)
 
 
+def _check_rollout(config: Config) -> list[str]:
+    """Return a remark where forecasts never get as long as asked for. Raises ValueError for what is no curriculum."""
+    first, steps = list(config.rollout_from), list(config.rollout_steps)
+    if len(first) != len(steps) or first != sorted(set(first)):
+        raise ValueError(
+            f"rollout_from is {first} for rollout_steps {steps}: it takes the iteration from which each of them "
+            f"holds, one after the other"
+        )
+    reached = first[-1] < config.num_iters
+    return [] if reached else [f"rollout_from {first[-1]} is not reached: num_iters is {config.num_iters}"]
+
+
 def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     """Return the configuration that the command line `argv` asks for, and remarks for the log.
 
@@ -193,14 +205,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             f"profile_steps {list(config.profile_steps)} needs {sum(config.profile_steps)} steps, and num_iters is "
             f"{config.num_iters}: raise it, or wait for less steps"
         )
-    first = config.rollout_from
-    if len(first) != len(config.rollout_steps) or list(first) != sorted(set(first)):
-        raise ValueError(
-            f"rollout_from is {list(first)} for rollout_steps {list(config.rollout_steps)}: it takes the iteration "
-            f"from which each of them holds, one after the other"
-        )
-    if first[-1] >= config.num_iters:
-        remarks.append(f"rollout_from {first[-1]} is not reached: num_iters is {config.num_iters}")
+    remarks += _check_rollout(config)
     if config.time_limit is not None and config.checkpoint_every is None:
         raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")
     if config.model_backend == "transformer-engine":

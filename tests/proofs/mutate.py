@@ -20,7 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {path.stem: path for path in sorted(Path(__file__).with_name("mutations").glob("*.txt"))}
 CERTIFICATE = ["benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens"]
-MODES = ["--modes", "float64", "re-gather", "fp16"]
+MODES = ["--modes", "float64", "overlap, 2 steps", "re-gather", "fp16"]
 
 
 class Mutation(NamedTuple):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -81,6 +82,8 @@ def test_a_resumed_run_keeps_what_decides_its_losses():
         refusal = pytest.raises(ValueError, match=rf"was trained with {name} another, and now")
         with refusal if name in kept else contextlib.nullcontext():
             check_same_training(Path("run"), {**dataclasses.asdict(config), name: "another"}, config)
+    check_same_training(Path("run"), json.loads(json.dumps(dataclasses.asdict(config))), config)
+    check_same_training(Path("run"), {}, Config())  # of a time that knew none of them
 
 
 def test_values_are_cast_by_the_type_of_the_field(tmp_path):

@@ -7,9 +7,11 @@ import torch
 
 from tests.data.test_data_loader import read, weather
 from tests.helpers import STEP, fields, losses, records, resume_here, run_here, tiny_flags, write_data, write_file
+from train import build_model
 from utils.config.reader import load_config
 from utils.data.files import Files
 from utils.errors import Refused
+from utils.loss import relative_l2
 
 CURRICULUM = ["--rollout_steps", "2", "3", "--rollout_from", "3", "5", "--num_iters", "9"]
 CHANNELS = ["--in_channels", "c", "a", "b", "--out_channels", "b", "a"]  # c is forced
@@ -93,9 +95,6 @@ def test_the_loss_is_the_mean_over_the_steps(tiny):
     late = ["--rollout_steps", "2", "--rollout_from", "3", "--limit_nsamples", "8", "--run_num", "late"]
     same = losses(run_here(tiny_flags(tiny, "--limit_nsamples", "8", "--run_num", "one")))
     assert losses(run_here(tiny_flags(tiny, *late)))[:3] == same[:3] and len(plain) == 4
-    from train import build_model
-    from utils.loss import relative_l2
-
     flags = tiny_flags(tiny, "--rollout_steps", "2", "--run_num", "two")
     found, config = losses(run_here(flags))[0], load_config(flags)[0].with_batches(1)
     data = weather(tiny, "--rollout_steps", "2")
@@ -104,6 +103,15 @@ def test_the_loss_is_the_mean_over_the_steps(tiny):
     one = model(inp)
     expected = torch.cat([relative_l2(one, target[0]), relative_l2(model(one), target[1])]).mean()
     assert found == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_the_next_input_is_what_was_forecast_and_what_is_read(tmp_path):
+    write_data(tmp_path, names=["a", "b", "c"])
+    config = load_config(tiny_flags(tmp_path, *CHANNELS))[0].with_batches(1)
+    fields = weather(tmp_path, *CHANNELS).fields
+    b, a, c = torch.randn(3, 2, 16, 32)
+    following = build_model(config, fields).next_input(torch.stack([b, a], dim=1), c[:, None])
+    assert torch.equal(following, torch.stack([c, a, b], dim=1)) and fields.forced_names == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,7 @@ def test_a_file_that_is_too_short_for_the_steps_is_one_line(tmp_path):
 
 
 def test_validation_is_of_one_step(tiny):
-    batches = read(weather(tiny, *CURRICULUM).valid_loader)
+    batches = read(weather(tiny, "--rollout_steps", "3").valid_loader)
     assert {batch.target.shape[0] for batch in batches} == {1}
     assert [b.inp.shape for b in batches] == [b.inp.shape for b in read(weather(tiny).valid_loader)]
 

@@ -5,7 +5,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from networks.overlap import blending_weights, mirror_at_poles, overlap_add, part_slices, repeat_at_poles, windows
+from networks.overlap import (
+    blending_weights,
+    mirror_at_poles,
+    overlap_add,
+    part_slices,
+    repeat_at_poles,
+    windows,
+    windows_linear,
+)
 from networks.vit import ViT
 from tests.networks.test_vit import BASE, vit
 
@@ -60,6 +68,28 @@ def test_weights_add_up_to_one_everywhere(P, o, R, K):
     torch.testing.assert_close(everywhere, torch.ones(1, 1, R * P, K * P), rtol=1e-14, atol=1e-14)
     edge = blending_weights(P, o).sum(0)[: 2 * o] / P
     torch.testing.assert_close(edge, torch.sin((torch.arange(2 * o) + 0.5) * torch.pi / (4 * o)) ** 2)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_windows_that_are_cut_once_more_have_the_gradients_of_those_that_are_kept(amp):
+    torch.set_default_dtype(torch.float32)
+    layer, image, weights = torch.nn.Linear(3 * 64, 5), torch.randn(2, 3, 12, 8), torch.randn(2, 4, 5)
+
+    def cut(x):
+        return windows(x, 4, 2)
+
+    found = []
+    for function in (lambda x: layer(cut(x)), lambda x: windows_linear(x, layer, cut)):
+        leaf = image.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            y = function(leaf)
+        grads = torch.autograd.grad((y.float() * weights).sum(), [leaf, layer.weight, layer.bias])
+        found.append([y, *grads])
+    for a, b in zip(*found):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=1e-2 if amp else 1e-5, atol=1e-2 if amp else 1e-5)
+    with torch.no_grad():
+        assert torch.equal(windows_linear(image, layer, cut), layer(cut(image)))
 
 
 def test_there_is_no_seam_in_longitude():

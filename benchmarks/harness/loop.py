@@ -46,7 +46,8 @@ def loop_overhead(rounds: int) -> list[float]:
 
     An iteration of the loop and a bare step on one batch that lies in memory take turns.
     """
-    count, bare = 20, BareSteps([torch.randn(8, 20, 64, 128) for _ in range(2)])
+    batch = [torch.randn(8, 20, 64, 128), torch.randn(1, 8, 20, 64, 128), torch.empty(0, 8, 0, 64, 128)]
+    count, bare = 20, BareSteps(batch)
     with tempfile.TemporaryDirectory() as folder:
         write_shape(f"{folder}/data", (20, 64, 128), samples=8 * count + 1)
         flags = [*REFERENCE, "--expdir", folder, "--num_iters", str(count * rounds), *path_flags(f"{folder}/data")]

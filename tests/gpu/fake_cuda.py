@@ -58,6 +58,8 @@ STEPS = [  # fp16 with the fused optimiser only: GradScaler.step itself waits, u
     ["--mlp_chunks=3", "--accumulation_steps=2"],
     ["--on_nonfinite=skip", "--enable_fused"],
     ["--attention=math", "--amp_mode=bf16"],
+    ["--patch_overlap=2", "--conserve_mean=ch1", "--rollout_steps=2", "--amp_mode=bf16"],
+    ["--rollout_steps=3", "--n_out_channels=2", "--activation_checkpoint=step", "--patch_overlap=1"],
     ["--data_loader_config=pytorch", "--ema_decay=0.9"],  # (one FakeTensorMode takes no readers in threads)
 ]
 GRIDS = [
@@ -66,6 +68,7 @@ GRIDS = [
     (4, ["--tensor_parallel=2", "--context_parallel=2", "--cp_attention=ulysses", "--amp_mode=fp16", "--enable_fused"]),
     (2, ["--tensor_parallel=2", "--sp_regather", "--clip_grad_norm=1", "--residual"]),
     (2, ["--tensor_parallel=2", "--no_sequence_parallel"]),
+    (4, ["--context_parallel=4", "--patch_overlap=2", "--conserve_mean=ch1", "--rollout_steps=2", "--amp_mode=bf16"]),
     (8, ["--context_parallel=2", "--accumulation_steps=2", "--activation_checkpoint=block"]),
 ]
 

@@ -45,9 +45,17 @@ def on_gpu(tiny, *flags):
     return tiny_flags(tiny, "--device", "cuda", "--num_iters", "6", *flags)
 
 
-def test_the_gpu_follows_the_cpu(tiny):
-    cpu = losses(run_here(tiny_flags(tiny, "--device", "cpu", "--num_iters", "6")))
-    gpu = losses(run_here(on_gpu(tiny, "--no_tf32", "--attention", "math", "--run_num", "b")))
+SKILL = ["--patch_overlap", "2", "--conserve_mean", "ch0", "--rollout_steps", "2"]  # and `--rollout_from`
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], [*SKILL, "--rollout_from", "2"], [*SKILL, "--n_out_channels", "2", "--activation_checkpoint", "step"]],
+    ids=lambda flags: " ".join(flags) or "plain",
+)
+def test_the_gpu_follows_the_cpu(tiny, flags):
+    cpu = losses(run_here(tiny_flags(tiny, "--device", "cpu", "--num_iters", "6", *flags)))
+    gpu = losses(run_here(on_gpu(tiny, "--no_tf32", "--attention", "math", "--run_num", "b", *flags)))
     np.testing.assert_allclose(gpu, cpu, rtol=1e-4)
 
 
@@ -320,6 +328,7 @@ GRAPH_FLAGS = [
     ["--graph_optimizer", "--enable_fused", "--amp_mode", "bf16", "--clip_grad_norm", "0.5"],
     ["--graph_optimizer", "--enable_fused", "--amp_mode", "fp16"],
     ["--num_data_workers", "2"],
+    [*SKILL, "--rollout_from", "7"],  # recorded once for each length
 ]
 
 

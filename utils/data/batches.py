@@ -82,9 +82,9 @@ class BatchReader:
         self.counts = self.frames_of(samples.longest)
         self.ring = BatchRing(slots, self.read_size, self.readers, both=self.both, counts=self.counts)
         self.durations: deque[float] = deque(maxlen=1000)  # s, of the last reads
-        self.frames = [list(map(torch.from_numpy, frames)) for frames in self.ring.frames]
         self.batches = [
-            Batch(*frames, counts=torch.empty(B), is_shared=how.share != slice(None)) for frames in self.frames
+            Batch(*map(torch.from_numpy, frames), counts=torch.empty(B), is_shared=how.share != slice(None))
+            for frames in self.ring.frames
         ]
         if how.pin and self.ring.nbytes:
             pin_memory(self.ring.memory)
@@ -96,10 +96,13 @@ class BatchReader:
 
     def jobs(self, slot: int, samples: np.ndarray, steps: int) -> list[Read]:
         """Return the reads for a batch. -1 fills its place with the first sample: shapes and norms stay sound."""
-        batch, (_, *later), B = self.batches[slot], self.frames[slot], self.read_size
+        batch, (_, *later), B = self.batches[slot], self.ring.frames[slot], self.read_size
         batch.counts[:] = torch.from_numpy(samples >= 0)
-        kept = (x[: count * B].unflatten(0, (count, B)) for x, count in zip(later, (steps, steps - 1)))
-        (batch.target, batch.forced), self.steps = kept, steps
+        batch.target, batch.forced = (
+            torch.from_numpy(frames[: count * B].reshape(count, B, *frames.shape[1:]))
+            for frames, count in zip(later, (steps, steps - 1))
+        )
+        self.steps = steps
         return [
             Read(slot, part, (k - 1) * B + place if part else place, int(file), int(t) + k * self.dt, request)
             for place, (file, t) in enumerate(self.pairs[np.maximum(samples, 0)[self.share]])

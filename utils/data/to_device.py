@@ -36,7 +36,9 @@ class DeviceCopies:
         sources = sources or (batch.inp, batch.target, batch.forced)
         key = tuple((x.shape, x.dtype) for x in sources)
         if key not in self.buffers:
-            self.buffers[key] = deque([torch.empty_like(x, device=self.device) for x in sources] for _ in range(2))
+            self.buffers[key] = deque(
+                [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in key] for _ in range(2)
+            )
             self.stream.wait_stream(current)  # that memory may have been another tensor's
         self.buffers[key].rotate()
         buffer = self.buffers[key][0]

@@ -125,7 +125,7 @@ soak: $(TOOLS)
 slurm: $(TOOLS)
 	$(PYTHON) -m pytest tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py tests/slurm/evaluation_in_a_job.py
 
-# Chapter 6's tables: the same trainings without and with overlap, several steps and so on: about an hour.
+# What chapter 6's flags bring: the same trainings without and with overlap, several steps and so on: about an hour.
 skill: data/demo
 	$(PYTHON) benchmarks/skill.py --config=demo --json benchmarks/results/skill_demo.json
 	$(PYTHON) benchmarks/skill.py --config=era5_djf --json benchmarks/results/skill_era5_djf.json

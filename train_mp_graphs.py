@@ -47,7 +47,7 @@ def capture(
     step = captured(step, "step")
     if not config.graph_optimizer:
         return step, update
-    captured_update, device = captured(update, "update"), run.job.device
+    captured_update, device = captured(update, "update", after=step), run.job.device
     # A number would be recorded as it is; a tensor is read anew in each replay.
     return step, lambda lr: captured_update(torch.full((), lr, device=device))
 

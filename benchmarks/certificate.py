@@ -4,8 +4,8 @@
                                      [--modes float64 float32 ...] [--named 2]
 
 Each grid trains with train_mp.py's own main on small files and is compared with train.py in float64: the loss, every
-parameter's gradient, its norm, the weights after 5 steps, the validation metrics; with forecasts of one step, of two
-and of four, with windows that overlap and without. Ranks that hold the same parameter
+parameter's gradient, its norm, the weights after 2 to 5 steps, the validation metrics; with forecasts of one step, of
+two and of four, with windows that overlap and without. Ranks that hold the same parameter
 must hold the same bits. Five named grids, or the first of them, are then tried in other modes. An error is the largest
 difference over the largest reference value, per full tensor. The first one above its bound ends the run and names what
 and where. What one process does is in proof/worker.py.

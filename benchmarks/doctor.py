@@ -231,7 +231,8 @@ def main(argv: list[str]) -> None:
         with torch.device("meta"):
             flops = train.build_model(dataclasses.replace(config, init_from=None), data.fields).flops()
         peak, source = peak_flops(device, config.amp_mode, config.tf32)
-        needed = MFU * peak * args.nproc / (3 * flops)  # samples/s
+        steps = config.mean_steps(range(config.num_iters))  # a sample has as many passes, and one frame more
+        needed = MFU * peak * args.nproc / (3 * flops) * (1 + steps) / (2 * steps)  # samples of two frames/s
         print(f"\n(A step is taken to reach {MFU:.0%} of {peak / 1e12:.3g} TFLOP/s a rank: {source})")
         show("Data", values(data))
         show("Storage", storage(data, needed * here / args.nproc))

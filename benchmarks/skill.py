@@ -27,23 +27,23 @@ from utils.config.reader import load_config
 from utils.files import read_events
 from utils.measure.tables import markdown
 
-ONE, FLAT = ("--rollout_steps=1", "--rollout_from=0"), ("--patch_overlap=0",)
-FREE = "--conserve_mean=None"
-CASES = {
+ONE, FLAT, FREE = ("--rollout_steps=1", "--rollout_from=0"), ("--patch_overlap=0",), ("--conserve_mean=None",)
+WINDOWS, LATE = ("--patch_overlap=4",), ("--rollout_steps=4", "--rollout_from=200")
+CASES = {  # all that is tried is said, whatever the section has
     "demo": {
         "neither": (*ONE, *FLAT),
         "neither, depth 6: the FLOPs of overlap": (*ONE, *FLAT, "--depth=6"),
-        "overlap": ONE,
-        "overlap, and as many passes as the next": (*ONE, "--num_iters=1050"),
-        "overlap + four steps in the last 150": (),
+        "overlap": (*ONE, *WINDOWS),
+        "overlap, and as many passes as the next": (*ONE, *WINDOWS, "--num_iters=1050"),
+        "overlap + four steps in the last 150": (*WINDOWS, "--rollout_steps=4", "--rollout_from=450"),
     },
     "era5_djf": {
-        "neither": (*ONE, *FLAT, FREE),
-        "neither, twice the iterations": (*ONE, *FLAT, FREE, "--num_iters=600"),
-        "overlap": (*ONE, FREE),
-        "four steps in the last 100": (*FLAT, FREE),
-        "overlap + four steps": (FREE,),
-        "overlap + four steps + the mean of pressure kept": (),
+        "neither": (*ONE, *FLAT, *FREE),
+        "neither, twice the iterations": (*ONE, *FLAT, *FREE, "--num_iters=600"),
+        "overlap": (*ONE, *WINDOWS, *FREE),
+        "four steps in the last 100": (*LATE, *FLAT, *FREE),
+        "overlap + four steps": (*LATE, *WINDOWS, *FREE),
+        "overlap + four steps + the mean of pressure kept": (*LATE, *WINDOWS, "--conserve_mean=msl"),
     },
 }
 STRIDE = {"demo": 4, "era5_djf": 1}

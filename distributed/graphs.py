@@ -58,7 +58,8 @@ class Captured:
     warmup: int  # calls before it, for everything that happens only at first: memory, compilation, handles
     make_graph: Callable[[], CudaGraph]  # makes an empty recording
     log: Callable[[str], None] = print  # called with a line when the recording is made
-    shapes: list[torch.Size] | None = None
+    after: "Captured | None" = None  # the one whose results it reads in place: it begins anew where that one does
+    shapes: tuple | None = None
     calls: int = 0  # with these shapes
     launched: int = 0  # calls that were no replays
     graph: CudaGraph | None = None
@@ -66,7 +67,7 @@ class Captured:
     output: Tensor | None = None
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        shapes = [tensor.shape for tensor in tensors]
+        shapes = [tensor.shape for tensor in tensors], self.after and self.after.shapes
         if shapes != self.shapes:
             self.shapes, self.calls, self.graph, self.inputs, self.output = shapes, 0, None, None, None
         self.calls += 1

@@ -184,8 +184,9 @@ def _send(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tens
 def _add_up(parts: Tensor, index: Tensor, counts: list[int], size: int) -> Tensor:
     """Add `parts` to zeros [..., size] at `index`; rank after rank, so that the order of the sum is always the same."""
     out = parts.new_zeros(*parts.shape[:-1], size)
-    for part, places in zip(parts.split(counts, -1), index.split(counts)):
-        out.index_add_(-1, places, part)
+    for part, places, count in zip(parts.split(counts, -1), index.split(counts), counts):
+        if count:
+            out.index_add_(-1, places, part)
     return out
 
 

@@ -1,4 +1,5 @@
-"""A ViT -> the same ViT over a grid of ranks, in place: linear layers and attention are replaced, all else stays.
+"""A ViT -> the same ViT over a grid of ranks, in place: linear layers, attention and, where windows overlap, embedding
+and head are replaced; all else stays.
 
 The weights are drawn whole and then sliced, so every grid begins with the same model; parameters keep their names.
 """
@@ -83,8 +84,8 @@ def share_frames(config: Config, grid: Grid) -> FrameSharing | None:
 def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, device: torch.device) -> "ParallelViT":
     """Make the model parallel, in place, and return it: it holds this rank's part, and will draw on `device`.
 
-    Residual stream, norms, embedding and head stay as they are, and work on this rank's tokens only. A module that
-    computes otherwise gets another class, as PyTorch's `fully_shard` does it: all that it has it keeps.
+    Residual stream and norms, and without an overlap embedding and head, stay as they are, and work on this rank's
+    tokens. What computes otherwise gets another class, as PyTorch's `fully_shard` does it: all that it has it keeps.
     """
     sp, regather = is_sequence_parallel(config, grid), config.sp_regather
     for block in model.blocks:

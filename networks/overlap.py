@@ -61,7 +61,12 @@ class _WindowsLinear(torch.autograd.Function):
 
 
 def windows_linear(image: Tensor, layer: nn.Linear, cut: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `layer(cut(image))` that keeps the image for the backward pass, and cuts it once more there."""
+    """Return `layer(cut(image))` that keeps the image for the backward pass, and cuts it once more there.
+
+    The compiler decides for itself what it keeps.
+    """
+    if torch.compiler.is_compiling():
+        return layer(cut(image))
     return _WindowsLinear.apply(*map(in_compute_dtype, (image, layer.weight, layer.bias)), cut)
 
 
@@ -111,7 +116,7 @@ class OverlapHead(nn.Linear):
         self.register_buffer("blend", blending_weights(patch_size, overlap)[..., None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        P, o = self.patch_size, self.overlap
+        P, o, x = self.patch_size, self.overlap, in_compute_dtype(x)  # cast once for all parts
         weight = self.weight.view(-1, P + 2 * o, P + 2 * o, self.in_features) * self.blend  # C S S D
         parts = (self.project(x, weight[:, rows, columns].flatten(0, 2)) for rows, columns in part_slices(P, o))
         return overlap_add(parts, self.columns, P, o)

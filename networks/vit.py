@@ -163,7 +163,7 @@ class ViT(nn.Module):
         activation_checkpoint: what is not kept for the backward pass, but computed there once more: none, step (of a
             forecast), block or mlp.
         mlp_chunks: parts of the tokens that pass through the MLPs and the head one after the other; with more than one,
-            the backward pass computes each part once more.
+            the backward pass computes each part once more. (A head whose windows overlap has parts of its own.)
 
     Raises ValueError where the image does not divide into patches, or embed_dim into heads, and where the overlap is
     larger than half a patch.

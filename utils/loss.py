@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def relative_l2(forecast: Tensor, target: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
-    """Return ||forecast - target|| / ||target|| for each sample, [B], in float32 or wider.
+    """Return ||forecast - target|| / ||target|| for each sample, [B] or [K, B], in float32 or wider.
 
-    Both are [B, C, H, W], normalised. The norms run over channels and grid points. Where several ranks hold parts of an
-    image, `total` adds up their sums.
+    Both are [B, C, H, W] or, after each of K steps, [K, B, C, H, W], normalised. The norms run over channels and grid
+    points. Where several ranks hold parts of an image, `total` adds up their sums.
     """
     wide = torch.promote_types(forecast.dtype, torch.float32)
     target = target.to(wide)

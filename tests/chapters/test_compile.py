@@ -98,9 +98,10 @@ def test_graphs_of_the_compiler_are_told_when_a_model_begins(monkeypatch):
 
 
 @pytest.mark.parametrize("chapter, name", [(train, "1GPU"), (train_mp, "1MP")])
-def test_the_whole_model_compiles(tiny, monkeypatch, chapter, name):
+@pytest.mark.parametrize("more", [[], ["--patch_overlap", "2", "--conserve_mean", "ch1", "--rollout_steps", "2"]])
+def test_the_whole_model_compiles(tiny, monkeypatch, chapter, name, more):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    flags = ["--drop_path", "0.2", "--mlp_chunks", "2", "--compile_modules", "ViT"]
+    flags = ["--drop_path", "0.2", "--mlp_chunks", "2", "--compile_modules", "ViT", *more]
     plain = losses(run_here(tiny_flags(tiny, *flags), chapter.main, name))
     compiled = losses(run_here(tiny_flags(tiny, *flags, "--enable_jit", "--run_num", "b"), chapter.main, name))
     np.testing.assert_allclose(compiled, plain, rtol=1e-6)

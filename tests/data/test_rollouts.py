@@ -9,6 +9,7 @@ from tests.data.test_data_loader import read, weather
 from tests.helpers import STEP, fields, losses, records, resume_here, run_here, tiny_flags, write_data, write_file
 from train import build_model
 from utils.config.reader import load_config
+from utils.data.fields import Fields
 from utils.data.files import Files
 from utils.errors import Refused
 from utils.loss import relative_l2
@@ -147,6 +148,11 @@ def test_what_a_short_run_does_not_reach_is_said(tiny):
     config, remarks = load_config(flags)
     assert remarks == ["rollout_from 4 is not reached: num_iters is 4"] and config.longest_rollout == 1
     assert len(weather(tiny, *flags).train_pairs) == len(weather(tiny).train_pairs)
+    assert load_config(tiny_flags(tiny, "--rollout_from", "9"))[1] == [
+        "rollout_from changes nothing without --rollout_steps"
+    ]
+    for workers in ("0", "2"):  # which read beyond the end
+        run_here([*flags, "--num_data_workers", workers, "--run_num", workers])
 
 
 def test_what_is_computed_is_counted(tiny):
@@ -158,3 +164,10 @@ def test_what_is_computed_is_counted(tiny):
         assert ("Forecasts: of 1 step(s), from iteration 1 on of 2" in (folder / "out.log").read_text()) == bool(flags)
     work = [row["mfu"] / row["samples_per_sec"] for row in rows.values()]
     assert work[1] == pytest.approx(7 / 4 * work[0])
+
+
+def test_fields_of_no_data_know_what_is_kept(tiny):
+    """The simulation, and the doctor, have no files."""
+    config = load_config(tiny_flags(tiny, "--conserve_mean", "msl", "ch0"))[0]
+    blank = Fields.blank(config)
+    assert blank.out_names == ["ch0", "msl", "ch2"] and blank.kept(config.conserve_mean) == [(1, 1), (0, 0)]

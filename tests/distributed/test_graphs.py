@@ -50,6 +50,7 @@ def run_both(tiny, *flags):
         ["--dropout", "0.2", "--graph_optimizer", "--enable_fused"],
         ["--activation_checkpoint", "block", "--mlp_chunks", "2", "--graph_optimizer", "--enable_fused"],
         ["--rollout_steps", "2", "--rollout_from", "4", "--patch_overlap", "2", "--activation_checkpoint", "step"],
+        ["--rollout_steps", "2", "--rollout_from", "4", "--graph_optimizer", "--enable_fused"],
     ],
     ids=lambda flags: " ".join(flags) or "plain",
 )

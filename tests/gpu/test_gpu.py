@@ -329,6 +329,7 @@ GRAPH_FLAGS = [
     ["--graph_optimizer", "--enable_fused", "--amp_mode", "fp16"],
     ["--num_data_workers", "2"],
     [*SKILL, "--rollout_from", "7"],  # recorded once for each length
+    [*SKILL, "--rollout_from", "7", "--graph_optimizer", "--enable_fused"],
 ]
 
 

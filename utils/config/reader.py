@@ -163,7 +163,7 @@ def _check_rollout(config: Config) -> list[str]:
             f"rollout_from is {first} for rollout_steps {steps}: it takes the iteration from which each of them "
             f"holds, one after the other"
         )
-    reached = first[-1] < config.num_iters
+    reached = first[-1] < config.num_iters or max(steps) == 1
     return [] if reached else [f"rollout_from {first[-1]} is not reached: num_iters is {config.num_iters}"]
 
 

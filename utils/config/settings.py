@@ -218,6 +218,7 @@ class Config:
 
     def steps_at(self, iteration: int) -> int:
         """Return the steps of a forecast in an iteration, counted from 0: one before the first of `rollout_from`."""
+        iteration = min(iteration, self.num_iters - 1)  # what is read ahead of the end is as the last one
         return ([1] + [n for n, first in zip(self.rollout_steps, self.rollout_from) if first <= iteration])[-1]
 
     def mean_steps(self, iterations: range) -> float:

@@ -90,8 +90,13 @@ class Fields:
         Raises ValueError as `open`.
         """
         H, W = config.img_size
-        in_names = list(config.in_channels or (f"ch{i}" for i in range(config.n_in_channels)))
-        out_names = list(config.out_channels or (f"ch{i}" for i in range(config.n_out_channels)))
+        known = [f"ch{i}" for i in range(max(config.n_in_channels, config.n_out_channels))]
+        kept = config.conserve_mean or ()  # names of the files, which are not known here
+        free = [i for i, name in enumerate(known) if name not in kept]
+        for i, name in zip(free, (name for name in kept if name not in known)):
+            known[i] = name
+        in_names = list(config.in_channels or known[: config.n_in_channels])
+        out_names = list(config.out_channels or known[: config.n_out_channels])
         names = list(dict.fromkeys(in_names + out_names))
         return Fields(
             inputs=[names.index(name) for name in in_names],
@@ -115,7 +120,9 @@ class Fields:
         for name in config.conserve_mean or ():
             for names, key in ((self.out_names, "forecast"), (self.in_names, "input")):
                 if name not in names:
-                    raise ValueError(f"conserve_mean names {name!r}, and the {key} channels are {', '.join(names)}")
+                    raise ValueError(
+                        f"conserve_mean names {name!r}, and the {key} channels are {', '.join(names)}: take of these"
+                    )
         return self
 
     @property

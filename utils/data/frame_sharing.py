@@ -50,6 +50,8 @@ class FrameSharing:
         *times, _, C = frames.shape[:-2]  # none, or K
         mine, ranks = self.shards[self.index], range(len(self.shards))
         shape = (C, *(mine.input_shape if as_input else mine.shape))
+        if 0 in (C, *times):  # nothing is forced
+            return frames.new_empty(*times, batch, *shape)
         pieces = []
         for shard in self.shards:
             rows = shard.input_rows if as_input else shard.rows

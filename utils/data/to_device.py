@@ -8,6 +8,9 @@ from torch import Tensor
 from utils.data.batches import Batch
 from utils.data.fields import Fields
 
+# Training and validation, or states and truth. Where a training's forecasts get longer, the shorter ones' memory goes.
+KINDS = 2
+
 
 class DeviceCopies:
     """Two buffers on the GPU for each shape of batch, in turn."""
@@ -36,6 +39,8 @@ class DeviceCopies:
         sources = sources or (batch.inp, batch.target, batch.forced)
         key = tuple((x.shape, x.dtype) for x in sources)
         if key not in self.buffers:
+            if len(self.buffers) == KINDS:
+                self.buffers.clear()
             self.buffers[key] = deque(
                 [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in key] for _ in range(2)
             )
@@ -68,6 +73,8 @@ class Normaliser:
         flat, out = x.flatten(0, -4), None  # the steps of a forecast are as further samples: less to compile
         if x.dtype != self.mean.dtype:
             if flat.shape not in self.casts:
+                if len(self.casts) == KINDS:
+                    self.casts.clear()
                 self.casts[flat.shape] = self.mean.new_empty(flat.shape)
             out = self.casts[flat.shape]
         return self.compute(flat, self.mean, self.std, out).view(x.shape)

@@ -133,6 +133,12 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
         yield Line(told, finding("storage"))
 
 
+def samples_needed(config: Config, peak: float, flops: int) -> float:
+    """Return the samples of two frames that a rank computes in a second; one of K steps has K passes, K + 1 frames."""
+    steps = config.mean_steps(range(config.num_iters))
+    return MFU * peak / (3 * flops * steps) * (1 + steps) / 2
+
+
 def read_speed(reader: BatchReader, depth: int) -> float:
     """Return the samples per second of `depth` reads at once, in an order of chance."""
     order = np.random.default_rng(depth).permutation(len(reader.pairs))
@@ -231,8 +237,7 @@ def main(argv: list[str]) -> None:
         with torch.device("meta"):
             flops = train.build_model(dataclasses.replace(config, init_from=None), data.fields).flops()
         peak, source = peak_flops(device, config.amp_mode, config.tf32)
-        steps = config.mean_steps(range(config.num_iters))  # a sample has as many passes, and one frame more
-        needed = MFU * peak * args.nproc / (3 * flops) * (1 + steps) / (2 * steps)  # samples of two frames/s
+        needed = args.nproc * samples_needed(config, peak, flops)
         print(f"\n(A step is taken to reach {MFU:.0%} of {peak / 1e12:.3g} TFLOP/s a rank: {source})")
         show("Data", values(data))
         show("Storage", storage(data, needed * here / args.nproc))

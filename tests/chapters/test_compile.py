@@ -17,6 +17,13 @@ from utils.config.settings import Config
 from utils.device import pick_device
 
 
+@pytest.fixture(autouse=True)
+def forget_what_was_compiled():
+    """Each model is compiled anew, and of one code only so many versions are kept."""
+    yield
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses(tiny):
     plain = losses(run_here(tiny_flags(tiny)))

@@ -326,6 +326,8 @@ def test_what_is_read_and_not_forecast_comes_from_the_files(trained, tmp_path):
             expected = (forecast * std[c] + mean[c]).numpy()[::-1]
             np.testing.assert_allclose(stored[name][5, k], expected, rtol=2e-5, atol=2e-5, err_msg=f"{k} {name}")
         state = torch.stack([normal[k + 1][2], v, u])
+    log = (tmp_path / "out/out.log").read_text()
+    assert "Not forecast, but read from the files at each time: t\n" in log
 
 
 def test_who_reads_changes_nothing(trained, tmp_path):

@@ -124,6 +124,8 @@ class EvaluationRun:
         after = f", after {self.info['iteration']} iterations" if self.info else ""
         logging.info("Model: %s%s", settings.checkpoint, after)
         logging.info("%s, %g h in %d step(s) of %s", data.period, data.lead_hours[-1], data.steps, data.fields.hours)
+        if data.fields.forced and data.steps > 1:
+            logging.info("Not forecast, but read from the files at each time: %s", ", ".join(data.fields.forced_names))
         logging.info("Results: %s%s", self.folder, f" ({there} forecasts are there already)" if there else "")
         if settings.forecasts != "none":
             points = len(data.fields.out_names) * math.prod(self.config.img_size)

@@ -6,7 +6,7 @@
 Each case trains (train.py) and is judged (evaluate.py), once a seed: about half an hour for a section on 2 cores. A
 case whose runs are in the record, of the same flags, is not run again. Figures of a case: RMSE over persistence's, the
 mean over channels, at 6, 24, 48 and 120 h; the hours up to which its RMSE is below climatology's, the mean over
-channels; `noise`, the power of the first channel to plot beyond 31 waves after the first step, over the whole power of
+channels; `noise`, the power of the last channel to plot beyond 31 waves after the first step, over the whole power of
 the truth; the bias at 120 h of each channel in standard deviations; seconds of training; model passes.
 """
 

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 def blending_weights(patch_size: int, overlap: int) -> Tensor:
     """Return the weight of each point of a window, [S, S]; at each point of the image they add up to 1."""
-    if not overlap:
-        return torch.ones(patch_size, patch_size)
     rise = torch.sin((torch.arange(2 * overlap) + 0.5) * torch.pi / (4 * overlap)).square()
     weights = torch.cat([rise, torch.ones(patch_size - 2 * overlap), rise.flip(0)])
     return weights[:, None] * weights

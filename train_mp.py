@@ -23,7 +23,6 @@ from utils.comm import Grid
 from utils.compiler import compile_modules
 from utils.config.reader import load_config
 from utils.data.dataset import Job, TokenShard, WeatherData
-from utils.loss import relative_l2
 from utils.ranks.agree import all_ranks_agree
 from utils.ranks.start import World, start
 from utils.run import setup
@@ -31,11 +30,11 @@ from utils.run.run import Run
 
 
 def make_step(
-    serial_step: Callable[..., torch.Tensor], grid: Grid, shard: TokenShard, gradients: TensorParallelGradients
+    serial_step: Callable, grid: Grid, shard: TokenShard, gradients: TensorParallelGradients, distance: Callable
 ) -> Callable[..., torch.Tensor]:
     """Return the step of chapter 1 with what a parallel model adds to it."""
     # A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
-    distance = partial(relative_l2, total=partial(reduce, group=shard.group))
+    distance = partial(distance, total=partial(reduce, group=shard.group))
 
     def step(*tensors: torch.Tensor) -> torch.Tensor:
         """Fill the gradients: means over dp, sums over cp, and over tp where its ranks hold replicas."""
@@ -80,7 +79,8 @@ def main(
     with Run(Job(config, world, device, data), build_model, f"{grid.get_size('tp-cp')}MP", observers) as run:
         run.begin(state, remarks)
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))
-        step = make_step(partial(forward_backward, parallel, scaler=scaler, config=config), grid, shard, gradients)
+        serial_step = partial(forward_backward, parallel, scaler=scaler, config=config)
+        step = make_step(serial_step, grid, shard, gradients, data.distance)
         update = partial(update_weights, optimizer, scaler, config, total_norm=gradients.norm)
         step, update = transform(step, update, model, config, run)
         train(step, update, parallel, data, config, run)

@@ -38,6 +38,7 @@ from utils.comm import GROUPS, Grid
 from utils.config.reader import load_config
 from utils.config.settings import Config
 from utils.data.fields import Fields
+from utils.data.loss_weights import distance
 from utils.measure.tables import markdown
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
@@ -136,7 +137,8 @@ def step_of(config: Config, grid: Grid) -> dict:
     optimizer = build_optimizer(model, config)
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     scaler = GridScaler("cpu", grid.get_group("tp-cp"), enabled=config.amp_mode == "fp16")
-    step = make_step(partial(forward_backward, model, scaler=scaler, config=config), grid, shard, gradients)
+    serial_step = partial(forward_backward, model, scaler=scaler, config=config)
+    step = make_step(serial_step, grid, shard, gradients, distance(config, fields, shard, torch.device("cpu")))
     size = sum(p.nbytes for p in model.parameters())
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
     tracker.track_external(model, optimizer, *batch)

@@ -6,14 +6,19 @@ import torch
 from torch import Tensor
 
 
-def relative_l2(forecast: Tensor, target: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
+def relative_l2(
+    forecast: Tensor, target: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums, root: Tensor | None = None
+) -> Tensor:
     """Return ||forecast - target|| / ||target|| for each sample, [B] or [K, B], in float32 or wider.
 
     Both are [B, C, H, W] or, after each of K steps, [K, B, C, H, W], normalised. The norms run over channels and grid
-    points. Where several ranks hold parts of an image, `total` adds up their sums.
+    points. Where several ranks hold parts of an image, `total` adds up their sums. `root`, [C, H, W] or with ones in
+    place of some, holds the roots of the weights of squares.
     """
     wide = torch.promote_types(forecast.dtype, torch.float32)
     target = target.to(wide)
+    if root is not None:
+        forecast, target = forecast * root, target * root
     # A norm for each row first: it writes no squares to memory, and short sums keep their digits.
     rows = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in (forecast - target, target)])  # 2 B C H
     error, size = total(rows.square().sum(dim=(-2, -1)))

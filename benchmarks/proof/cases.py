@@ -38,10 +38,10 @@ class Mode:
 
 # Forecasts of several steps, windows that overlap, a mean that is kept. Longer forecasts, fewer iterations.
 ROLLOUTS = {
-    "2 steps": ("--rollout_steps", "2", "--num_iters", "3"),
-    "1, then 4 steps": ("--rollout_steps", "4", "--rollout_from", "2", "--num_iters", "3"),  # first gradients: of one
-    "overlap": ("--patch_overlap", "2", "--num_iters", "3"),
-    "overlap, 2 steps": ("--patch_overlap", "4", "--rollout_steps", "2", "--conserve_mean", "ch0", "--num_iters", "3"),
+    "2 steps": ("--rollout_steps", "2", "--num_iters", "2"),
+    "1, then 4 steps": ("--rollout_steps", "4", "--rollout_from", "1", "--num_iters", "2"),  # first gradients: of one
+    "overlap": ("--patch_overlap", "2", "--num_iters", "2"),
+    "overlap, 2 steps": ("--patch_overlap", "4", "--rollout_steps", "2", "--conserve_mean", "ch0", "--num_iters", "2"),
     "overlap, 4 steps": ("--patch_overlap", "1", "--rollout_steps", "4", "--num_iters", "2"),
 }
 HALF = dict(dtype="float32", bounds=(("loss", 1e-3),), times_serial=2.0)
@@ -54,6 +54,10 @@ MODES = {
     "recomputed, compiled": Mode(("--activation_checkpoint", "mlp", "--enable_jit")),
     "clipping": Mode(("--clip_grad_norm", "0.1"), reference="clipping"),
     "DropPath": Mode(("--drop_path", "0.3"), reference="DropPath"),
+    "weighted loss": Mode(
+        ("--loss", "weighted", "--loss_channels", "ch1=3", "--loss_latitude", "--num_iters", "2"),
+        reference="weighted loss",
+    ),
     "4,050 tokens": Mode(
         ("--num_iters", "2", "--global_batch_size", "2", "--limit_nsamples_val", "2"), reference="4,050 tokens"
     ),
@@ -80,7 +84,7 @@ MODES = {
 SERIAL = {
     "float64": Mode(),
     "20 steps": Mode(("--num_iters", "20")),
-    **{name: MODES[name] for name in ("clipping", "4,050 tokens", "DropPath", *ROLLOUTS)},
+    **{name: MODES[name] for name in ("clipping", "4,050 tokens", "DropPath", "weighted loss", *ROLLOUTS)},
     **{name: mode for name, mode in MODES.items() if mode.times_serial},
 }
 # What every grid runs.

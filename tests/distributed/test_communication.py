@@ -19,6 +19,7 @@ from train_mp import make_step
 from utils.comm import Grid
 from utils.config.reader import load_config
 from utils.data.fields import Fields
+from utils.loss import relative_l2
 
 DEPTH, DIM, BATCH, TOKENS = 2, 32, 3, 32  # of the tiny model below
 BLOCK_REPLICAS = 6 * DIM  # two norms, the biases of proj and fc2
@@ -136,7 +137,8 @@ def test_ddp_sends_each_gradient_once_a_step_over_dp_cp(tmp_path, cp, monkeypatc
         parallel.register_comm_hook(None, hook)
         gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        step = make_step(partial(forward_backward, parallel, scaler=scaler, config=config), grid, shard, gradients)
+        serial_step = partial(forward_backward, parallel, scaler=scaler, config=config)
+        step = make_step(serial_step, grid, shard, gradients, relative_l2)
         for _ in range(2):
             sent.clear()
             inp, target = torch.randn(2, 4, 3, *shard.shape)

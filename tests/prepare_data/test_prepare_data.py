@@ -57,7 +57,8 @@ def read(folder):
             with h5py.File(path) as file:
                 found[f"{path.parent.name}/{path.name}"] = {
                     **{name: file[name][:] for name in file},
-                    **{name: list(value) for name, value in file["fields"].attrs.items()},
+                    **{name: list(value) for name, value in file["fields"].attrs.items() if name != "DIMENSION_LIST"},
+                    "axes": [dim[0].name if len(dim) else "" for dim in file["fields"].dims],
                 }
     return found
 

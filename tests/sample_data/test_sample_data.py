@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import xarray
 
 from utils.data.unfinished import hidden
 from utils.sample_data.qg import CHANNELS, SphericalHarmonics, TwoLayerQG
@@ -57,6 +58,21 @@ def test_layout_of_the_files(tiny):
         assert file["latitude"].dtype == file["longitude"].dtype == np.float32
         assert np.allclose(file["latitude"], 90 - 11.25 * (np.arange(16) + 0.5))
         assert np.allclose(file["longitude"], 11.25 * np.arange(32))
+
+
+def test_xarray_finds_the_axes(tiny):
+    """By the dimension scales of HDF5: a training file opens as any NetCDF file does."""
+    with (
+        xarray.open_dataset(tiny / "train/2001.h5", engine="netcdf4") as data,
+        h5py.File(tiny / "train/2001.h5") as file,
+    ):
+        assert data.fields.dims == ("time", "channel", "latitude", "longitude")
+        assert [dim[0].name for dim in file["fields"].dims] == [f"/{name}" for name in data.fields.dims]
+        assert data.channel.values.tolist() == list(file["fields"].attrs["channel_names"])
+        assert np.array_equal(data.time.values.astype("datetime64[s]").astype(int), file["time"])
+        wanted = file["fields"][2, CHANNELS.index("v_upper"), :, 3]
+        np.testing.assert_array_equal(data.fields.sel(channel="v_upper").isel(time=2, longitude=3), wanted)
+        assert data.latitude.units == "degrees_north" and np.array_equal(data.latitude, file["latitude"])
 
 
 def test_samples_are_six_hours_apart_and_rows_run_north_to_south(tiny):

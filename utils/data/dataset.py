@@ -1,5 +1,6 @@
 """The data of a run: training and validation sets, and the way to the device; and what a run is told, the job."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from utils.data.frame_sharing import FrameSharing
 from utils.data.frames import FrameReader, OpenFiles
 from utils.data.loader import Loader
 from utils.data.loader_dali import DaliLoader, check_dali
+from utils.data.loss_weights import distance
 from utils.data.order import SampleOrder
 from utils.data.staging import stage
 from utils.data.to_device import DeviceCopies, normalisers
@@ -131,6 +133,11 @@ class WeatherData:
     def scores(self) -> Scores:
         """Return empty sums of the validation metrics."""
         return Scores(*self._scored, self.tokens.sum, self.group)
+
+    @property
+    def distance(self) -> Callable:
+        """The distance of forecasts from targets that training makes small, for this rank's tokens."""
+        return distance(self.config, self.fields, self.tokens, self.device)
 
     @cached_property
     def _scored(self) -> tuple[Tensor, Tensor, Tensor]:

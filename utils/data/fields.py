@@ -21,6 +21,7 @@ class Fields:
     outputs: list[int]  # C_out
     in_names: list[str]
     out_names: list[str]
+    in_units: list[str]
     units: list[str]  # of the forecast channels
     plot_channels: list[int]  # of the forecast channels
     latitude: np.ndarray  # degrees north, [H]
@@ -70,6 +71,7 @@ class Fields:
             outputs=outputs,
             in_names=[names[c] for c in inputs],
             out_names=out_names,
+            in_units=[files.units[c] for c in inputs],
             units=[files.units[c] for c in outputs],
             plot_channels=channel_indices(tuple(out_names), tuple(shown), 0, "plot_channels"),
             latitude=files.latitude[:rows],
@@ -103,6 +105,7 @@ class Fields:
             outputs=[names.index(name) for name in out_names],
             in_names=in_names,
             out_names=out_names,
+            in_units=[""] * len(in_names),
             units=[""] * len(out_names),
             plot_channels=[],
             latitude=90 - 180 * np.arange(H) / H,

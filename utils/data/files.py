@@ -52,6 +52,11 @@ class Files:
         paths = sorted(Path(folder).glob("*.h5"), key=_year_then_name)
         if not paths:
             raise ValueError(f"no *.h5 file in the data folder {folder!r}: {remedy}")
+        return Files.of(paths)
+
+    @staticmethod
+    def of(paths: list[Path]) -> "Files":
+        """Return these files, in their order."""
         heads = [_read_head(path) for path in paths]
         first, dtype = heads[0], np.result_type(*(head.dtype for head in heads))
         for head in heads:

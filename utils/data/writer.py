@@ -1,6 +1,6 @@
 """Write a data set in the layout that the loaders read: files and statistics.
 
-    FOLDER/train/*.h5, valid/*.h5, test/*.h5      `fields` [time, channel, lat, lon], `time`, `latitude`, `longitude`
+    FOLDER/train/*.h5, valid/*.h5, test/*.h5      `fields` [time, channel, latitude, longitude], and these axes
     FOLDER/stats/global_means.npy, global_stds.npy [1, C, 1, 1], time_means.npy [1, C, H, W], from the training files
     FOLDER/stats/time_diff_stds.npy      [1, C, 1, 1], std of the change in one stored step, from the training files
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from utils.files import to_disk, whole
 
+# The axes of `fields`, with their units.
+AXES = {"time": "seconds since 1970-01-01", "channel": "", "latitude": "degrees_north", "longitude": "degrees_east"}
 # A chunk is one channel of one frame. gzip is at its fastest level and after shuffling bytes, as archives have it.
 LAYOUTS = {
     "contiguous": {},
@@ -70,7 +72,13 @@ class DatasetWriter:
             ("longitude", self.longitude.astype(np.float32)),
         ):
             file.create_dataset(axis, data=values, track_times=False)
-        file["time"].attrs["units"] = "seconds since 1970-01-01"
+        names = np.array(self.channels, dtype=h5py.string_dtype())
+        file.create_dataset("channel", data=names, track_times=False)
+        for i, (axis, units) in enumerate(AXES.items()):
+            file[axis].make_scale(axis)
+            fields.dims[i].attach_scale(file[axis])  # netCDF and xarray find the axes by these
+            if units:
+                file[axis].attrs["units"] = units
         self.fields[name] = fields
 
     def write(self, name: str, t: int, frame: Tensor, gap: bool = False) -> None:

@@ -16,9 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
+from utils.data.variables import LEVEL, NEAR_GROUND, synonyms
 from utils.prepare_data.archive_file import REGRID, Piece, pieces_in
-
-ALIASES = {"u10m": "u10", "v10m": "v10"}  # the tutorial's names of what ERA5 calls otherwise
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,12 @@ class Archive:
     rolled: int  # columns are stored this far to the right
 
     @staticmethod
-    def open(paths: list[str], channels: list[str] | None = None, allow_gaps: bool = False) -> "Archive":
+    def open(
+        paths: list[str], channels: list[str] | None = None, allow_gaps: bool = False, any_times: bool = False
+    ) -> "Archive":
         """Open files and find the channels: those named (see `find`), by default all there are, by name and level.
+
+        With `any_times` there may be a single time, or times at no interval.
 
         Raises ValueError, in one line with the remedy, for files that cannot be read, variables that are missing,
         grids and units that differ, and times that go back, differ between channels or leave gaps.
@@ -67,7 +70,9 @@ class Archive:
                         f"{key[0]} is in {units[key]} in {pieces[key][0].path}, and in {unit} in {path}: "
                         f"bring them to one unit"
                     )
-        wanted = {re.split("[=@]", text)[-2 if "@" in text else -1] for text in channels or useless}
+        asked = {re.split("[=@]", text)[-2 if "@" in text else -1] for text in channels or useless}
+        asked |= {split[1] for text in asked if (split := LEVEL.fullmatch(text))}
+        wanted = {other for name in asked for other in synonyms(name)}
         for variable in useless.keys() & wanted:
             raise ValueError(useless[variable])
         if not pieces:
@@ -97,7 +102,7 @@ class Archive:
         rolled = int(np.argmin(longitude % 360)) if is_round else 0
         return Archive(
             channels=found,
-            times=_common_times(found, allow_gaps),
+            times=_common_times(found, allow_gaps, any_times),
             latitude=latitude.astype(np.float32),
             longitude=np.roll(longitude % 360 if is_round else longitude, -rolled).astype(np.float32),
             rolled=rolled,
@@ -130,38 +135,39 @@ class Archive:
 
 
 def _default_name(key: tuple[str, float | None]) -> str:
-    """Return how to ask for a variable at a level, under its usual name: vo850=vo@850."""
+    """Return how to ask for a variable at a level, under its usual name: vo850=vo@850, but u100hPa=u@100."""
     variable, level = key
-    return variable if level is None else f"{variable}{level:g}={variable}@{level:g}"
+    if level is None:
+        return variable
+    name = f"{variable}{level:g}"
+    return f"{name}{'hPa' if name in NEAR_GROUND else ''}={variable}@{level:g}"
 
 
 def find(text: str, available: list[tuple[str, float | None]]) -> tuple[str, tuple[str, float | None]]:
     """Return the name of a channel, and its variable and level, of what was asked for.
 
     `NAME=VARIABLE@LEVEL` says all. `NAME=VARIABLE` is for variables without levels. `NAME` by itself is a variable, or
-    a variable and a level as in `vo850`. Levels are in hPa.
+    a variable and a level as in `vo850`. Levels are in hPa. Short names and WeatherBench's stand for each other: z500
+    may be geopotential@500.
 
     Raises ValueError where there is no such variable, with what there is.
     """
     name, _, source = text.partition("=")
     variable, at, level = (source or name).partition("@")
-    variables = {known for known, _ in available}
-    split = re.fullmatch(r"(.*?)(\d+)", variable)
-    # u10 and v100 are winds so many metres above the ground: not u at 10 hPa.
-    is_level = split and split[1] in variables and variable not in ("u10", "v10", "u100", "v100")
-    if not at and variable not in variables and is_level:
-        variable, level = split.groups()
-    if variable not in variables:
-        variable = ALIASES.get(variable, variable)
-    levels = [known for v, known in available if v == variable]
     try:
         wanted = round(float(level), 6) if level else None
     except ValueError:
         raise ValueError(f"channel {text!r} has the level {level!r}: it takes a number, in hPa") from None
-    if wanted is None and len(levels) == 1:
-        wanted = levels[0]
-    if (variable, wanted) in available:
-        return (name if source or not at else variable + level), (variable, wanted)
+    split = LEVEL.fullmatch(variable)
+    places = [(other, wanted) for other in synonyms(variable)]
+    if not at and split and variable not in NEAR_GROUND:
+        places += [(other, round(float(split[2]), 6)) for other in synonyms(split[1])]
+    if wanted is None:  # the only level that there is
+        for other in synonyms(variable):
+            places += [(v, k) for v, k in available if v == other and [x for x, _ in available].count(v) == 1]
+    for place in places:
+        if place in available:
+            return (name if source or not at else variable + level), place
     known = [v + ("" if k is None else f"@{k:g}") for v, k in available]
     close = difflib.get_close_matches(source or name, known, n=3)
     raise ValueError(
@@ -196,7 +202,7 @@ def _common_grid(channels: tuple[Channel, ...]) -> tuple[np.ndarray, np.ndarray]
     return latitude, longitude
 
 
-def _common_times(channels: tuple[Channel, ...], allow_gaps: bool) -> np.ndarray:
+def _common_times(channels: tuple[Channel, ...], allow_gaps: bool, any_times: bool) -> np.ndarray:
     """Return the times of all channels. Raises ValueError where they go back, differ, or are not one step apart."""
     for channel in channels:
         times = channel.times
@@ -215,6 +221,8 @@ def _common_times(channels: tuple[Channel, ...], allow_gaps: bool) -> np.ndarray
             lone = np.setxor1d(times, others)[0]
             has, lacks = (channels[0], channel) if lone in times else (channel, channels[0])
             raise ValueError(f"{has.name} has {date(lone)}, and {lacks.name} has not: give all channels the same times")
+    if any_times:
+        return times
     if len(times) < 2:
         raise ValueError(f"the files hold {len(times)} time: give two or more")
     steps = np.diff(times)

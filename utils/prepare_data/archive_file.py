@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # What archives call the axes.
 TIMES = ("valid_time", "time")
 LEADS = ("step", "prediction_timedelta", "forecast_period")
+SECONDS = {"hours": 3600, "hour": 3600, "h": 3600, "days": 86400, "minutes": 60, "seconds": 1, "s": 1}
 AXES = {
     "level": ("pressure_level", "isobaricInhPa", "level", "plev", "lev"),
     "latitude": ("latitude", "lat"),
@@ -129,13 +130,25 @@ def _times(path: str, values: "xarray.DataArray") -> tuple[np.ndarray | None, st
             f"(xarray's convert_calendar)"
         )
     times = times.values.reshape(-1).astype("datetime64[ns]")
-    if chosen != "valid_time":  # forecasts: the time that they start from, and the lead
+    if (
+        chosen != "valid_time" and "forecast_reference_time" not in values.coords
+    ):  # the start of a forecast, and the lead
         for name in LEADS:
             if name in values.coords and values[name].size == 1:
-                times = times + values[name].values.reshape(-1)[0].astype("timedelta64[ns]")
+                times = times + _lead(path, values[name])
     if np.isnat(times).any():
         raise ValueError(f"{path}: some of its times are missing: give each step a date")
     return (times.astype(np.int64) + 500_000_000) // 1_000_000_000, axis
+
+
+def _lead(path: str, lead: "xarray.DataArray") -> np.timedelta64:
+    """Return a lead time. Raises ValueError where its unit is none of time."""
+    value, units = lead.values.reshape(-1)[0], str(lead.attrs.get("units", ""))
+    if np.issubdtype(lead.dtype, np.timedelta64):
+        return value.astype("timedelta64[ns]")
+    if units not in SECONDS:
+        raise ValueError(f"{path}: its {lead.name} is in {units or 'no unit'}: it takes one of {', '.join(SECONDS)}")
+    return np.timedelta64(round(float(value) * SECONDS[units] * 1e9), "ns")
 
 
 def open_archive(path: str) -> list["xarray.Dataset"]:

@@ -11,8 +11,10 @@ import h5py
 import matplotlib.image
 import numpy as np
 import pytest
+import scores
 import torch
 import xarray
+import xskillscore
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -35,7 +37,8 @@ def result(trained) -> tuple[Path, dict]:
 @pytest.mark.parametrize("source", ["model", "ema", "persistence", "climatology"])
 def test_scores_equal_those_of_xarray(trained, result, source, weighting):
     out, skill = result
-    stored = xarray.open_zarr(out / "forecasts" / f"{'ema' if source == 'ema' else 'model'}.zarr")
+    path = out / "forecasts" / f"{'ema' if source == 'ema' else 'model'}.zarr"
+    stored = xarray.open_zarr(path, decode_timedelta=True)
     forecast = stored.to_dataarray("channel").astype(np.float64)
     assert forecast.dims == ("channel", "time", "prediction_timedelta", "latitude", "longitude")
     assert (np.diff(forecast.latitude) > 0).all()  # WeatherBench 2 wants them to rise
@@ -63,12 +66,45 @@ def test_scores_equal_those_of_xarray(trained, result, source, weighting):
     }
     if source != "climatology":
         expected["acc"] = (mean(a * b) / np.sqrt(mean(a**2) * mean(b**2))).mean("time")
+        expected["acc_pooled"] = mean(a * b).mean("time") / np.sqrt(mean(a**2).mean("time") * mean(b**2).mean("time"))
     for score, values in expected.items():
         for name in NAMES:
             got = [value for value, _, _ in skill["scores"][source][score][weighting][name]]
             np.testing.assert_allclose(got, values.sel(channel=name), rtol=1e-9, atol=1e-12, err_msg=score)
     if source == "climatology":
         assert skill["scores"][source]["acc"][weighting]["u"][0] == [None] * 3
+
+
+@pytest.mark.parametrize("source", ["model", "persistence"])
+def test_scores_equal_those_of_scores_and_xskillscore(trained, result, source):
+    """Programs of others, in float64: to 1e-12."""
+    out, skill = result
+    forecast = xarray.open_zarr(out / "forecasts/model.zarr", decode_timedelta=True)[NAMES].load().astype(np.float64)
+    happened = truth(trained).to_dataset("channel")
+    valid = happened.sel(time=forecast.time + forecast.prediction_timedelta)
+    if source == "persistence":
+        forecast = happened.sel(time=forecast.time) + 0 * forecast
+    plane = np.cos(np.deg2rad(forecast.latitude)) + 0 * forecast.longitude
+    weights = plane + 0 * forecast.time.astype(float)
+    space, every = ["latitude", "longitude"], ["time", "latitude", "longitude"]
+    means = np.load(trained / "stats/time_means.npy")[0, :, :16].astype(np.float64)
+    axes = {axis: happened[axis] for axis in space}
+    usual = xarray.Dataset({name: (space, mean) for name, mean in zip(NAMES, means)}, axes)
+    valid, usual = (x.reindex(latitude=forecast.latitude) for x in (valid, usual))
+    a, b = forecast - usual, valid - usual
+    zero, alike = 0 * a, {"dim": every, "weights": weights}
+    aa, bb, ee = (xskillscore.mse(*pair, **alike) for pair in ((a, zero), (b, zero), (a, b)))
+    expected = {
+        "rmse": [scores.continuous.rmse(forecast, valid, reduce_dims=every, weights=weights), np.sqrt(ee)],
+        "mean_rmse": [xskillscore.rmse(forecast, valid, dim=space, weights=plane).mean("time")],
+        "bias": [scores.continuous.additive_bias(forecast, valid, reduce_dims=every, weights=weights)],
+        "acc_pooled": [(aa + bb - ee) / (2 * np.sqrt(aa * bb))],  # since 2 a b = a a + b b - (a - b)^2
+    }
+    for score, others in expected.items():
+        for name in NAMES:
+            got = [value for value, _, _ in skill["scores"][source][score]["cos"][name]]
+            for other in others:
+                np.testing.assert_allclose(got, other[name], rtol=1e-12, atol=1e-12, err_msg=f"{score} {name}")
 
 
 def test_a_rollout_is_the_model_on_its_own_forecasts(trained, result):
@@ -241,7 +277,7 @@ def test_a_climatology_of_each_day(trained, result, tmp_path):
     usual = write_climatology(trained, path)
     skill = evaluated(trained, tmp_path / "out", "--climatology", str(path))
     assert skill["climatology"] == "usual.nc"
-    stored = xarray.open_zarr(result[0] / "forecasts/model.zarr").astype(np.float64)
+    stored = xarray.open_zarr(result[0] / "forecasts/model.zarr", decode_timedelta=True).astype(np.float64)
     happened = truth(trained).to_dataset("channel")
     valid = stored.time + stored.prediction_timedelta
     a, b = (x - usual.sel(dayofyear=valid.dt.dayofyear, hour=valid.dt.hour) for x in (stored, happened.sel(time=valid)))

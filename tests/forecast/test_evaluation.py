@@ -34,7 +34,7 @@ from utils.data import ring
 from utils.data.files import Files
 from utils.errors import Ended, ReadError
 from utils.forecast.data import ForecastData
-from utils.forecast.evaluation import seen, share_out
+from utils.forecast.run import seen, share_out
 from utils.forecast.settings import Evaluation, load_evaluation
 from utils.forecast.store import ForecastStore
 from utils.run.folder import lock_run
@@ -137,7 +137,7 @@ def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kin
 
 
 def test_a_log_without_a_progress_bar_says_how_far_it_is(trained, tmp_path):
-    with mock.patch("utils.forecast.evaluation.SAID_EVERY", 0):
+    with mock.patch("utils.forecast.run.SAID_EVERY", 0):
         evaluated(trained, tmp_path / "out", "--local_batch_size", "2", "--stride", "4", "--forecasts", "netcdf")
     log = (tmp_path / "out/out.log").read_text()
     assert "1 of 3 batches of forecasts" in log and "2 of 3" in log
@@ -272,7 +272,8 @@ def test_files_without_time(trained, tmp_path):
     argv = flags(trained, "--inf_data_path", str(tmp_path / "none"))
     skill = evaluated(trained, tmp_path / "out", "--inf_data_path", str(tmp_path / "none"))
     assert skill["forecasts"] == 4 and skill["first"] == "2003.h5, step 0"
-    assert "stores no time: leave it out" in refused([*argv, "--forecasts", "netcdf", "--out", str(tmp_path / "b")])
+    argv_b = [*argv, "--forecasts", "netcdf", "--out", str(tmp_path / "b")]
+    assert "the files store no time: take --forecasts none" in refused(argv_b)
     write_file(tmp_path / "none/2004.h5", fields(8, 3, 17, 32), names=NAMES)
     assert "some files in" in refused([*argv, "--out", str(tmp_path / "c")])
 

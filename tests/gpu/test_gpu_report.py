@@ -14,6 +14,7 @@ import torch
 import train_mp_graphs
 from benchmarks import doctor, ladder
 from benchmarks.harness.bench import Bench
+from benchmarks.harness.data import PLAIN
 from tests.helpers import ROOT, clean_environment, losses, run_folder, run_here, tiny_flags, wait_until
 from tests.measure.test_timeline import check_times
 from utils.measure.machine import SystemWatch
@@ -23,7 +24,7 @@ from utils.spans import span
 
 pytestmark = pytest.mark.gpu
 
-MIDDLE = ["--config=demo", "--img_size", "64", "128", "--embed_dim=384", "--depth=6", "--num_heads=6", "--residual"]
+MIDDLE = [*PLAIN, "--img_size", "64", "128", "--embed_dim=384", "--depth=6", "--num_heads=6", "--residual"]
 
 
 def on_gpu(tiny, *flags):

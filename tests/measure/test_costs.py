@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity
 
 import train
 from benchmarks.harness.bench import Bench
+from benchmarks.harness.data import PLAIN
 from tests.helpers import losses, records, run_here, tiny_flags
 from utils.config.reader import load_config
 from utils.data.dataset import WeatherData
@@ -20,7 +21,7 @@ from utils.measure.memory_timeline import memory_blocks, memory_moments, most_of
 from utils.measure.step_profile import EMPTY, EMPTY_CALLS, StepProfiler, activities, covered, own_times, read_trace
 from utils.spans import span
 
-SMALL = ["--config=demo", "--img_size", "32", "64", "--embed_dim=96", "--depth=2", "--num_heads=3", "--residual"]
+SMALL = [*PLAIN, "--img_size", "32", "64", "--embed_dim=96", "--depth=2", "--num_heads=3", "--residual"]
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,20 @@
-"""Look at checkpoints, and take the weights out of one: python -m utils.checkpoint {inspect,export} RUN."""
+"""Look at checkpoints, and take a model out of one.
+
+python -m utils.checkpoint inspect RUN
+python -m utils.checkpoint export RUN weights.pt      the weights alone
+python -m utils.checkpoint export RUN FOLDER/         all that forecasts need (utils/forecast/trained.py)
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from utils.checkpoint.store import Unreadable, find, is_name, metadata, read_info
 from utils.checkpoint.weights import export
+
+WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors")
 
 
 def inspect(source: Path) -> str:
@@ -39,21 +48,50 @@ def inspect(source: Path) -> str:
     return "\n".join(lines)
 
 
+def export_model(
+    source: Path, out: Path, best: bool, ema: bool, torch_export: bool = False, data_dir: str | None = None
+) -> str:
+    """Write the model of a run to a file of weights, or to a folder with all that it needs; return a line on it.
+
+    Raises ValueError where there is none, and where `out` cannot be written.
+    """
+    if out.suffix in WEIGHTS_ALONE:
+        if torch_export or data_dir:
+            raise ValueError(f"torch_export and data_dir go with a folder, and {out} is a file: give a folder")
+        return export(source, out, best, ema)
+    from forecast import forecaster  # it knows the model, and this room does not
+    from utils.forecast.model import write_program
+    from utils.forecast.trained import Trained
+
+    trained = Trained.open(source.resolve(), best, ema, data_dir)
+
+    def add(folder: Path) -> None:
+        if torch_export:
+            write_program(forecaster(trained, trained.config, torch.device("cpu")), folder / "model.pt2")
+
+    trained.write(out, add)
+    names = ", ".join(sorted(path.name for path in out.iterdir()))
+    return f"{trained.source}: wrote the model after {trained.about['iteration']} iterations to {out} ({names})"
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m utils.checkpoint", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for command, help in (
         ("inspect", "show the checkpoints of a run, or what one holds"),
-        ("export", "write the weights of a checkpoint, of a run the newest or the best, to one file"),
+        ("export", "write the model of a checkpoint, of a run the newest or the best, to carry it home"),
     ):
         sub = commands.add_parser(command, help=help)
         sub.add_argument("source", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
-    sub.add_argument("out", type=Path, metavar="FILE", help="file to write, such as weights.pt")
+    where = f"folder for all that forecasts need; or a file for the weights alone ({', '.join(WEIGHTS_ALONE)})"
+    sub.add_argument("out", type=Path, metavar="FOLDER", help=where)
     sub.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
     sub.add_argument("--ema", action="store_true", help="the moving average of the weights")
+    sub.add_argument("--torch_export", action="store_true", help="also one step as a program of torch.export")
+    sub.add_argument("--data_dir", help="where the data that /data stood for in training lie now")
     given = vars(parser.parse_args(argv))
     try:
-        print({"inspect": inspect, "export": export}[given.pop("command")](**given))
+        print({"inspect": inspect, "export": export_model}[given.pop("command")](**given))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

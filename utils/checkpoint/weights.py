@@ -1,6 +1,7 @@
 """The weights alone: of a checkpoint, in a file, in a model."""
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -8,6 +9,10 @@ from torch import Tensor, nn
 
 from utils.checkpoint.store import Unreadable, find, is_name, read, read_info, reason
 from utils.files import whole
+
+SAFE = ".safetensors"
+FILE = f"weights{SAFE}"  # of an exported folder
+REMEDY = "give a file or folder of `python -m utils.checkpoint export`"
 
 
 def read_weights(folder: Path, kind: str = "model") -> dict[str, Tensor]:
@@ -33,7 +38,8 @@ def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> st
         raise ValueError(f"{folder} holds no moving average of weights: leave --ema out, or train with --ema_decay")
     try:
         with whole(out) as part:
-            torch.save(weights, part)
+            save = save_tensors if out.suffix == SAFE else torch.save
+            save(weights, part)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"cannot write {out} ({reason(error)}): give another file") from None
     total = sum(x.numel() for x in weights.values())
@@ -59,6 +65,34 @@ def choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
     raise ValueError(f"{source} has no complete checkpoint: {why}")
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write tensors as safetensors does: a header in JSON, then the values. Raises ValueError where it is missing."""
+    path.write_bytes(_safetensors().save({name: x.contiguous() for name, x in tensors.items()}))
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file of safetensors, or of `torch.save`. Raises ValueError for another."""
+    read = _safetensors().load_file if path.suffix == SAFE else _load
+    try:
+        return read(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the weights {path} ({error.strerror or error}): {REMEDY}") from None
+    except Exception as error:  # whatever it is, it is no such file
+        raise ValueError(f"{path} holds no weights ({type(error).__name__}): {REMEDY}") from None
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ValueError("exported models need safetensors: `pip install -r requirements-prepare.txt`") from None
+    return safetensors.torch
+
+
 def load_weights(model: nn.Module, path: str | None) -> nn.Module:
     """Set the weights of `model` to those in the file, and return it; without a path they stay as they were drawn.
 
@@ -66,15 +100,9 @@ def load_weights(model: nn.Module, path: str | None) -> nn.Module:
     """
     if path is None:
         return model
-    remedy = "give a file of `python -m utils.checkpoint export`"
-    try:
-        weights = torch.load(Path(path), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ValueError(f"cannot read the weights {path} ({error.strerror}): {remedy}") from None
-    except Exception as error:  # whatever it is, it is no such file
-        raise ValueError(f"{path} holds no weights ({type(error).__name__}): {remedy}") from None
+    weights = load_tensors(Path(path, FILE) if Path(path).is_dir() else Path(path))
     if not isinstance(weights, dict) or not weights.keys() & model.state_dict().keys():
-        raise ValueError(f"{path} holds no weights of this model: {remedy}")
+        raise ValueError(f"{path} holds no weights of this model: {REMEDY}")
     return set_weights(model, weights, path)
 
 

@@ -90,7 +90,7 @@ class Config:
     num_heads: int = key(8, "number of attention heads", "training", at_least=1)
     patch_size: int = key(8, "side of a square patch, in grid points", "training", at_least=1)
     patch_overlap: int = key(
-        0, "points that a token's window reaches beyond its patch; half a patch: no seams", "training", at_least=0
+        0, "points that a token's window reaches beyond its patch; half a patch: hardly a seam", "training", at_least=0
     )
     dropout: float = key(0.0, "dropout probability: embedding, attention, projections, MLP", "training", at_least=0)
     drop_path: float = key(
@@ -143,6 +143,12 @@ class Config:
     lr_schedule: str = key("cosine", "after the warm-up: decay to 0, or none", "training", choices=("cosine", "none"))
     warmup: int = key(0, "iterations of linear warm-up; the last of them uses lr", "training", at_least=0)
     clip_grad_norm: float | None = key(None, "largest norm of the whole gradient", "training", at_least=0)
+    loss: str = key(
+        "relative_l2", "what is made small; weighted: by the next keys", "training", choices=("relative_l2", "weighted")
+    )
+    loss_channels: list[str] | None = key(None, "weights: auto, or NAME=WEIGHT, 1 for the others", "training")
+    loss_levels: str = key("none", "weigh levels by their pressure", "training", choices=("none", "pressure"))
+    loss_latitude: bool = key(False, "weight rows by cos(latitude)", "training")
     rollout_steps: list[int] = key(
         (1,), "steps of a forecast in training: the loss is their mean", "training", at_least=1
     )

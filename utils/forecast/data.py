@@ -21,6 +21,7 @@ from utils.data.read_ahead import Read
 from utils.data.to_device import DeviceCopies, normalisers
 from utils.errors import ReadError
 from utils.forecast.climatology import Climatology
+from utils.forecast.model import InUnits
 from utils.forecast.settings import Evaluation
 
 SHOWN_HOURS = (24, 72)
@@ -49,7 +50,53 @@ class StepReader(BatchReader):
         ]
 
 
-class ForecastData:
+class Forecasts:
+    """What forecasts of a model have in common, however they begin.
+
+    Args:
+        longest: lead time, in hours.
+        origin: what they start from, in words.
+
+    Raises ValueError where the longest lead time is no multiple of a step.
+    """
+
+    def __init__(self, fields: Fields, longest: float, origin: str):
+        self.fields, self.origin, self.steps = fields, origin, round(longest / fields.step_hours)
+        if self.steps < 1 or not math.isclose(self.steps * fields.step_hours, longest, rel_tol=1e-4):
+            raise ValueError(f"lead_hours is {longest:g}, and a step {fields.hours}: take a multiple of it")
+        self.lead_hours = [fields.step_hours * (k + 1) for k in range(self.steps)]
+        self.map_stride = -(-len(fields.longitude) // LARGEST_MAP)  # of the rows and columns that maps show
+        # What is shown in pictures and as spectra: the first step, the last one, and some between.
+        shown = (k for k, hours in enumerate(self.lead_hours) if hours in SHOWN_HOURS)
+        self.shown_steps = sorted({0, self.steps - 1, *shown})
+
+    def date(self, forecast: int, k: int = 0) -> str:
+        """Return the date that a forecast starts from, or that its k-th step is for."""
+        raise NotImplementedError
+
+    def seconds(self, forecast: int, k: int = 0) -> int | None:
+        """Return the same in seconds since 1970-01-01; None where nobody knows."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """The number of forecasts, N."""
+        raise NotImplementedError
+
+    @property
+    def period(self) -> str:
+        """How many forecasts there are, and when they begin."""
+        if len(self) == 1:
+            return f"1 forecast that starts from {self.date(0)}"
+        return f"{len(self)} forecasts that start from {self.date(0)} to {self.date(len(self) - 1)}"
+
+    def begin(self, batches: list[list[int]]) -> None:
+        """Begin to read the states of these forecasts."""
+
+    def close(self) -> None:
+        """End what reads."""
+
+
+class ForecastData(Forecasts):
     """The files of `inf_data_path`, as forecasts of a model and the truth beside them.
 
     Args:
@@ -64,20 +111,13 @@ class ForecastData:
             raise ValueError("inf_data_path is None: give the folder of the files to forecast from (--inf_data_path)")
         files = self.files = Files.open(config.inf_data_path, "check --data_dir or --inf_data_path")
         fields = Fields.open(config, files)
-        self.config, self.device, self.fields = config, device, fields
+        self.config, self.device = config, device
         self.normalise, _, self.normalise_forced = normalisers(fields, device, config.enable_jit)  # in place
+        super().__init__(fields, settings.lead_hours, config.inf_data_path)
         self._compare((info or {}).get("data", {}))
-        self.steps = round(settings.lead_hours / fields.step_hours)
-        if self.steps < 1 or not math.isclose(self.steps * fields.step_hours, settings.lead_hours, rel_tol=1e-4):
-            raise ValueError(f"lead_hours is {settings.lead_hours:g}, and a step {fields.hours}: take a multiple of it")
         if fields.has_time and any(times is None for times in files.times):
             raise ValueError(f"some files in {config.inf_data_path} store time, and some not: give files of one kind")
-        self.lead_hours = [fields.step_hours * (k + 1) for k in range(self.steps)]
         self.origins = torch.tensor(fields.origins, device=device)
-        self.map_stride = -(-config.img_size[1] // LARGEST_MAP)  # of the rows and columns that maps show
-        # What is shown in pictures and as spectra: the first step, the last one, and some between.
-        shown = (k for k, hours in enumerate(self.lead_hours) if hours in SHOWN_HOURS)
-        self.shown_steps = sorted({0, self.steps - 1, *shown})
         self.stretches = files.stretches(config.dt, self.steps)[:: settings.stride]
         if not len(self.stretches):
             raise ValueError(
@@ -91,11 +131,9 @@ class ForecastData:
         self.frames: Iterator[Batch] | None = None
         self.copies = DeviceCopies(device) if device.type == "cuda" else None
         self.climate = Climatology(fields, settings.climatology, device, config.local_batch_size + 1)
-        stats = (x[fields.outputs].astype(np.float64) for x in (fields.means, fields.stds))
-        self.out_mean, self.out_std = (torch.from_numpy(x).to(device).view(-1, 1, 1) for x in stats)
+        self.in_units = InUnits(fields, device)
 
     def __len__(self) -> int:
-        """The number of forecasts, N."""
         return len(self.stretches)
 
     def close(self) -> None:
@@ -120,17 +158,10 @@ class ForecastData:
                 f"give files of the same kind (--inf_data_path)"
             )
 
-    @property
-    def period(self) -> str:
-        """How many forecasts there are, and when they begin."""
-        return f"{len(self)} forecasts that start from {self.date(0)} to {self.date(len(self) - 1)}"
-
     def date(self, forecast: int, k: int = 0) -> str:
-        """Return the date that a forecast starts from, or that its k-th step is for."""
         return self.files.date(*self.stretches[forecast, k])
 
     def seconds(self, forecast: int, k: int = 0) -> int | None:
-        """Return the same in seconds since 1970-01-01; None where the files store no time."""
         file, t = self.stretches[forecast, k]
         return int(self.files.times[file][t]) if self.fields.has_time else None
 
@@ -181,7 +212,3 @@ class ForecastData:
         """Return initial states as a forecast, [B, C_out, H, W]: nothing changes. NaN for what is no input."""
         fields = raw.index_select(1, self.origins.clamp(min=0))
         return fields.masked_fill_((self.origins < 0).view(-1, 1, 1), torch.nan)
-
-    def in_units(self, forecast: Tensor) -> Tensor:
-        """Return normalised forecasts [B, C_out, H, W] in units, in float32: what is written, and what is judged."""
-        return (forecast.double() * self.out_std + self.out_mean).float()

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from utils.forecast.data import ForecastData
+from utils.forecast.data import Forecasts
 from utils.forecast.projections import find_projection
 from utils.plots import colour_scale, error_scale, plain_map
 
@@ -27,7 +27,7 @@ class Maps:
     Raises ValueError where cartopy is needed and not installed, and for a name that it does not know.
     """
 
-    def __init__(self, data: ForecastData, projection: str = "plain"):
+    def __init__(self, data: Forecasts, projection: str = "plain"):
         self.data = data
         self.latitude, self.longitude = (x[:: data.map_stride] for x in (data.fields.latitude, data.fields.longitude))
         self.projection, self.transform = find_projection(projection)
@@ -49,21 +49,28 @@ class Maps:
             self.longitude, self.latitude, field, shading="nearest", rasterized=True, **scale, **more
         )
 
-    def figure(self, c: int, steps: list[int], forecasts: np.ndarray, truths: np.ndarray, source: str) -> Figure:
-        """Draw forecasts [K, H, W] of channel `c` beside what happened and the error, a row for each lead time."""
+    def figure(self, c: int, steps: list[int], forecasts: np.ndarray, truths: np.ndarray | None, source: str) -> Figure:
+        """Draw forecasts [K, H, W] of channel `c`, a row for each lead time.
+
+        Beside them what happened and the error, where that is known.
+        """
         data, name = self.data, self.data.fields.out_names[c]
-        scale, errors = colour_scale(truths), error_scale((forecasts - truths)[steps])
-        figure = Figure(figsize=(13, 1.2 + 2.2 * len(steps)), layout="constrained")
-        grid = self.subplots(figure, len(steps), 3)
+        columns = 1 if truths is None else 3
+        scale = colour_scale(forecasts if truths is None else truths)
+        figure = Figure(figsize=(2 + 3.7 * columns, 1.2 + 2.2 * len(steps)), layout="constrained")
+        grid = self.subplots(figure, len(steps), columns)
+        errors = {} if truths is None else error_scale((forecasts - truths)[steps])
         for axes, k in zip(grid, steps):
-            fields = (forecasts[k], truths[k], forecasts[k] - truths[k])
-            titles = (f"{source} after {data.lead_hours[k]:g} h", data.date(0, k + 1), "error (forecast - truth)")
-            images = [self.draw(*each) for each in zip(axes, fields, (scale, scale, errors))]
-            for one, title in zip(axes, titles):
-                one.set_title(title, fontsize=9)
-        for images_of, columns in ((images[0], grid[:, :2]), (images[2], grid[:, 2:])):
+            when = f", {data.date(0, k + 1)}" if truths is None else ""
+            axes[0].set_title(f"{source} after {data.lead_hours[k]:g} h{when}", fontsize=9)
+            images = [self.draw(axes[0], forecasts[k], scale)]
+            if truths is not None:
+                axes[1].set_title(data.date(0, k + 1), fontsize=9)
+                axes[2].set_title("error (forecast - truth)", fontsize=9)
+                images += [self.draw(axes[1], truths[k], scale), self.draw(axes[2], forecasts[k] - truths[k], errors)]
+        for image, below in zip(images[::2], (grid[:, :2], grid[:, 2:])):
             bar = {"location": "bottom", "extend": "both", "shrink": 0.7, "aspect": 40, "pad": 0.01}
-            shown = figure.colorbar(images_of, ax=columns, label=data.fields.label(c), **bar)
+            shown = figure.colorbar(image, ax=below, label=data.fields.label(c), **bar)
             shown.formatter.set_powerlimits((-3, 6))
         if self.projection is None:
             for axes in grid[-1]:
@@ -72,14 +79,18 @@ class Maps:
         figure.suptitle(f"{name}: a forecast that starts from {data.date(0)}")
         return figure
 
-    def animate(self, path: Path, c: int, forecasts: np.ndarray, truths: np.ndarray, source: str) -> None:
-        """Write a forecast beside what happened as a GIF; [K, H, W], or [1 + K, H, W] with the initial state."""
-        first = self.data.steps + 1 - len(truths)
-        data, scale = self.data, colour_scale(truths)
-        figure = Figure(figsize=(10, 3.1), layout="constrained")
+    def animate(self, path: Path, c: int, forecasts: np.ndarray, truths: np.ndarray | None, source: str) -> None:
+        """Write a forecast as a GIF; [K, H, W], or [1 + K, H, W] with the initial state.
+
+        Beside it what happened, where that is known.
+        """
+        films = [forecasts] if truths is None else [forecasts, truths]
+        first = self.data.steps + 1 - len(forecasts)
+        data, scale = self.data, colour_scale(films[-1])
+        figure = Figure(figsize=(1 + 4.5 * len(films), 3.1), layout="constrained")
         FigureCanvasAgg(figure)
-        axes = self.subplots(figure, 1, 2)[0]
-        images = [self.draw(one, fields[0], scale) for one, fields in zip(axes, (forecasts, truths))]
+        axes = self.subplots(figure, 1, len(films))[0]
+        images = [self.draw(one, fields[0], scale) for one, fields in zip(axes, films)]
         named = data.fields.label(c)
         bar = figure.colorbar(images[0], ax=axes, label=named, extend="both", shrink=0.8, pad=0.01)
         bar.formatter.set_powerlimits((-3, 6))
@@ -90,12 +101,13 @@ class Maps:
 
         def show(frame: int) -> None:
             k = first + frame
-            for image, fields in zip(images, (forecasts, truths)):
+            for image, fields in zip(images, films):
                 image.set_array(fields[frame])
             axes[0].set_title(f"{source}: {data.date(0)} + {data.fields.step_hours * k:g} h", fontsize=9)
-            axes[1].set_title(f"what happened: {data.date(0, k)}", fontsize=9)
+            for one in axes[1:]:
+                one.set_title(f"what happened: {data.date(0, k)}", fontsize=9)
 
         show(0)
         figure.canvas.draw()
         figure.set_layout_engine("none")  # to lay each frame out anew takes most of the time
-        FuncAnimation(figure, show, frames=len(truths)).save(path, PillowWriter(fps=4), dpi=80)
+        FuncAnimation(figure, show, frames=len(forecasts)).save(path, PillowWriter(fps=4), dpi=80)

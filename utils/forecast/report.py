@@ -92,7 +92,7 @@ def _write_csv(results: Results) -> None:
     axes = map(enumerate, (results.sources, data.fields.out_names, data.lead_hours, WEIGHTINGS))
     for (score, values), *places in itertools.product(results.scores.items(), *axes):
         (s, source), (c, name), (k, hours), (a, weighting) = places
-        units = data.fields.units[c] if score not in ("acc", "rmse_over_persistence") else ""
+        units = data.fields.units[c] if score not in ("acc", "acc_pooled", "rmse_over_persistence") else ""
         table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
     write_text(results.folder / "skill.csv", text.getvalue())
 

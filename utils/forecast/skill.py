@@ -61,14 +61,14 @@ def moments(forecast: Tensor, truth: Tensor, climatology: Tensor, weights: Tenso
 def scores(moments: np.ndarray) -> dict[str, np.ndarray]:
     """Return what is averaged over forecasts for each score, [...]; `moments` are [..., M].
 
-    `rmse` is the square still: its root comes after the mean.
+    `rmse` is the square still: its root comes after the mean. `ab`, `aa` and `bb` become `acc_pooled`.
     """
     e, ee, a, aa, ab, b, bb = np.moveaxis(moments, -1, 0)
     with np.errstate(invalid="ignore"):  # climatology has no anomaly, and no correlation
         acc = ab / np.sqrt(aa * bb)
     spread, truth = (np.sqrt(np.maximum(square - mean * mean, 0)) for mean, square in ((a, aa), (b, bb)))
     found = {"rmse": ee, "mean_rmse": np.sqrt(ee), "bias": e, "acc": acc}
-    return found | {"activity": spread, "truth_activity": truth}
+    return found | {"activity": spread, "truth_activity": truth, "ab": ab, "aa": aa, "bb": bb}
 
 
 def resampled_counts(forecasts: int, block: int, seed: int = 0) -> np.ndarray:
@@ -108,6 +108,9 @@ def summarise(kept: Iterable[np.ndarray], forecasts: int, block: int) -> dict[st
             sums[name] = sums[name] + part if name in sums else part
     means = {name: total / forecasts for name, total in sums.items()}
     means["rmse"] = np.sqrt(means["rmse"])
+    ab, aa, bb = (means.pop(name) for name in ("ab", "aa", "bb"))
+    with np.errstate(invalid="ignore"):  # climatology has no anomaly
+        means["acc_pooled"] = ab / np.sqrt(aa * bb)
     means["rmse_over_persistence"] = means["rmse"] / means["rmse"][:, :, :1]
     tail = (1 - INTERVAL) / 2
     found = {name: np.stack([x[0], *np.quantile(x[1:], [tail, 1 - tail], axis=0)]) for name, x in means.items()}

@@ -2,6 +2,8 @@
 
 import dataclasses
 import platform
+import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,23 @@ def describe(run: Any) -> dict[str, Any]:
         "train_samples": len(data.train_pairs),
         "data": data.fields.description,
         "config": dataclasses.asdict(config),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "commit": commit() if run.job.world.rank == 0 else None,  # it writes this
+        },
     }
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of this code, marked where it was changed since; None where git does not tell."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def layout(job: Job) -> dict[str, Any]:

@@ -1,0 +1,277 @@
+"""A trained model with all that its forecasts need, of a run or in a folder to carry home.
+
+    FOLDER/  README.md            what it is, what it was trained on, how good it is: a model card
+             weights.safetensors  as a model on one device names them
+             model.json           channels with units and standard names, grid, step, training, versions
+             config.yaml          the configuration of the training, its paths left out
+             statistics/*.npy     of the training files
+             scores.csv           of its evaluation, where there was one
+             model.pt2            with --torch_export: one step, for torch alone
+
+`python -m utils.checkpoint export RUN FOLDER/` writes it; forecast.py, evaluate.py and `--init_from` read it.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from utils.checkpoint.store import is_name
+from utils.checkpoint.weights import FILE, choose, load_tensors, read_weights, save_tensors, set_weights
+from utils.config.reader import cast, load_config, move_data
+from utils.config.settings import FIELDS, Config, affecting
+from utils.data.fields import Fields
+from utils.data.files import Files, load_stats
+from utils.data.variables import variable
+from utils.files import complete, part_of, read_events, to_disk, to_json
+from utils.forecast.card import card
+
+ABOUT, CONFIG, SECTION = "model.json", "config.yaml", "model"
+STATISTICS = ("global_means_path", "global_stds_path", "time_means_path", "time_diff_stds_path")
+FORMAT = 1
+SHOWN = (24, 72, 120)  # hours, of the scores
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A model's configuration, what it reads and forecasts, and its weights, which are read when they are asked for.
+
+    Attributes:
+        about: what is known of its training, as `model.json` has it.
+        source: a checkpoint, or an exported folder.
+        ema: of a checkpoint, the moving average of the weights.
+    """
+
+    config: Config
+    fields: Fields
+    about: dict[str, Any]
+    source: Path
+    ema: bool = False
+
+    @staticmethod
+    def open(source: Path, best: bool = False, ema: bool = False, data_dir: str | None = None) -> "Trained":
+        """Return the model of a run, of one of its checkpoints, or of an exported folder.
+
+        A run's training files must be there: they tell names, units and grid. `data_dir` says where they are now.
+
+        Raises ValueError, in one line with the remedy, for whatever is not there or does not fit together.
+        """
+        if not source.exists():
+            raise ValueError(f"no {source}: give the folder of a run, one of its checkpoints, or an exported model")
+        if best and (is_exported(source) or is_name(source.name)):
+            raise ValueError(f"best chooses among a run's checkpoints, and {source} is one thing: leave --best out")
+        if is_exported(source):
+            if ema:
+                raise ValueError(f"{source} holds one kind of weights, those of its README: do not ask for the ema")
+            config, about = read_exported(source)
+            try:
+                fields = _fields(config, about)
+            except (KeyError, TypeError, IndexError) as error:
+                raise ValueError(f"{source / ABOUT} lacks something ({error}): copy the folder again") from None
+            return Trained(config, fields, about, source)
+        return _of_run(source, best, ema, data_dir)
+
+    @cached_property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights, as a model on one device names them. Raises ValueError where they cannot be read."""
+        if is_exported(self.source):
+            return load_tensors(self.source / FILE)
+        weights = read_weights(self.source, "ema" if self.ema else "model")
+        if not weights:
+            raise ValueError(f"{self.source} holds no moving average of weights: train with --ema_decay")
+        return weights
+
+    def load(self, model: nn.Module) -> nn.Module:
+        """Give a model these weights, and return it. Raises ValueError where it is another model."""
+        return set_weights(model, self.weights, str(self.source))
+
+    def write(self, folder: Path, add: Callable[[Path], None] = lambda folder: None) -> None:
+        """Write it to a new folder, whole or not at all; `add(folder)` adds to it.
+
+        Raises ValueError where the folder is there, or cannot be written.
+        """
+        if folder.exists():
+            raise ValueError(f"{folder} is there already: move it away, or give another folder")
+        part = part_of(folder)
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            (part / "statistics").mkdir(parents=True)
+            kept = {}
+            for key in STATISTICS:
+                if (path := getattr(self.config, key)) is not None:
+                    kept[key] = f"statistics/{key.removesuffix('_path')}.npy"
+                    shutil.copyfile(path, part / kept[key])
+            save_tensors(self.weights, part / FILE)
+            forget = {name: FIELDS[name].default for name in FIELDS if FIELDS[name].metadata["affects"] == "run"}
+            forget |= {"data_dir": None, "inf_data_path": None, **kept}
+            replace(self.config, **{**forget, "config": SECTION}).save(part / CONFIG)
+            about = self.about | {"parameters": sum(x.numel() for x in self.weights.values())}
+            (part / ABOUT).write_text(to_json(about, indent=1) + "\n")
+            if self.about["scores"] is not None:
+                shutil.copyfile(_evaluation(self.source)[0] / "skill.csv", part / "scores.csv")
+            (part / "README.md").write_text(card(self.config, about))
+            add(part)
+            for path in part.rglob("*"):
+                to_disk(path)
+            complete(folder)
+        except OSError as error:
+            raise ValueError(f"cannot write {folder} ({error.strerror or error}): give another folder") from None
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def is_exported(source: Path) -> bool:
+    return (source / ABOUT).is_file()
+
+
+def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
+    """Return the configuration of an exported model, its statistics where they are now, and what is known of it.
+
+    Raises ValueError for a folder that is damaged, or of a later version of this code.
+    """
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+        if about["format"] != FORMAT:
+            raise ValueError(
+                f"{folder} has the format {about['format']}, and this code reads {FORMAT}: take a newer one"
+            )
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder / ABOUT} cannot be read ({type(error).__name__}): copy the folder again") from None
+    config, _ = load_config(["--yaml_config", str(folder / CONFIG), "--config", SECTION], chapter=3)
+    config = replace(config, **forgotten())
+    paths = {key: str(folder / path) for key in STATISTICS if (path := getattr(config, key)) is not None}
+    return replace(config, **paths), about
+
+
+def _fields(config: Config, about: dict[str, Any]) -> Fields:
+    """Return the fields of an exported model. Raises ValueError."""
+    inputs, outputs, C = about["inputs"], about["forecasts"], about["channels_of_files"]
+    keys = "global_means_path", "global_stds_path"
+    means, stds = (load_stats(getattr(config, key), [(1, C, 1, 1)], key).reshape(C) for key in keys)
+    latitude, longitude = (np.array(about[axis], np.float32) for axis in ("latitude", "longitude"))
+    used = [x["channel"] for x in (*inputs, *outputs)]
+    if (len(latitude), len(longitude)) != tuple(config.img_size) or not about["step_hours"] > 0:
+        raise ValueError(f"{ABOUT} does not fit {CONFIG} (grid, or step): copy the folder again")
+    if not (stds[used] > 0).all() or not all(0 <= c < len(outputs) for c in about["plot_channels"]):
+        raise ValueError(f"{ABOUT} does not fit the statistics (channels): copy the folder again")
+    return Fields(
+        inputs=[x["channel"] for x in inputs],
+        outputs=[x["channel"] for x in outputs],
+        in_names=[x["name"] for x in inputs],
+        out_names=[x["name"] for x in outputs],
+        in_units=[x["units"] for x in inputs],
+        units=[x["units"] for x in outputs],
+        plot_channels=about["plot_channels"],
+        latitude=latitude,
+        longitude=longitude,
+        means=means,
+        stds=stds,
+        time_means=np.zeros((len(outputs), len(latitude), len(longitude)), np.float32),  # no forecast needs them
+        residual_scale=about["residual_scale"],
+        step_hours=about["step_hours"],
+        has_time=about["has_time"],
+    ).checked(config)
+
+
+def config_of(info: dict[str, Any]) -> Config:
+    """Return the configuration that a checkpoint was made with."""
+    return Config(**{name: cast(FIELDS[name], value) for name, value in info["config"].items() if name in FIELDS})
+
+
+def forgotten() -> dict[str, Any]:
+    """Return the keys of a training that its forecasts do not take over: of its loop, and of its machine."""
+    return {name: FIELDS[name].default for name in affecting("machine") + affecting("loop")}
+
+
+def _of_run(source: Path, best: bool, ema: bool, data_dir: str | None) -> Trained:
+    folder, info = choose(source, best)
+    config = replace(config_of(info), **forgotten())
+    if data_dir is not None:
+        config = _moved(config, data_dir)
+    files = Files.open(config.train_data_path, "they tell the model's channels and grid: give --data_dir")
+    fields = Fields.open(config, files)
+    if info["data"]["statistics"] != fields.description["statistics"]:
+        raise ValueError(
+            f"{config.global_means_path} and its neighbours are not the statistics that the model was trained with: "
+            f"give those (--data_dir)"
+        )
+    return Trained(config, fields, _about(folder, info, files, fields, ema), folder, ema)
+
+
+def _moved(config: Config, data_dir: str) -> Config:
+    """Return a configuration with its data in `data_dir`: there stand what `/data` stood for, or train/ and stats/."""
+    moved = move_data(config, data_dir, config.data_dir or "/data")
+    if moved.train_data_path != config.train_data_path or data_dir == config.data_dir:
+        return moved
+    keys = {key: f"{data_dir}/stats/{Path(path).name}" for key in STATISTICS if (path := getattr(config, key))}
+    return replace(config, train_data_path=f"{data_dir}/train", **keys)
+
+
+def _about(folder: Path, info: dict[str, Any], files: Files, fields: Fields, ema: bool) -> dict[str, Any]:
+    """Return what `model.json` says."""
+
+    def told(channel: int, name: str, units: str) -> dict[str, Any]:
+        one = variable(name)
+        texts = {"standard_name": one.standard_name, "long_name": one.long_name, "level": one.level}
+        return {"name": name, "units": units, "channel": channel, **texts}
+
+    first, last = files.date(0, 0), files.date(len(files.paths) - 1, files.steps[-1] - 1)
+    return {
+        "format": FORMAT,
+        "inputs": [told(*x) for x in zip(fields.inputs, fields.in_names, fields.in_units)],
+        "forecasts": [told(*x) for x in zip(fields.outputs, fields.out_names, fields.units)],
+        "channels_of_files": files.shape[0],
+        "plot_channels": fields.plot_channels,
+        "latitude": fields.latitude,
+        "longitude": fields.longitude,
+        "step_hours": fields.step_hours,
+        "has_time": fields.has_time,
+        "residual_scale": fields.residual_scale,
+        "weights": "moving average" if ema else "last step",
+        "iteration": info["iteration"],
+        "training": {"samples": info["train_samples"], "first": first, "last": last},
+        "versions": info["versions"],
+        "data": info["data"],
+        "validation": _validation(folder, info["iteration"], ema),
+        "scores": _scores(folder, ema),
+    }
+
+
+def _validation(folder: Path, iteration: int, ema: bool) -> dict[str, Any] | None:
+    """Return the scores of the validation at which a checkpoint was written; None where there was none."""
+    path, kind = folder.parent.parent / "metrics.jsonl", "_ema" if ema else ""
+    for event in read_events(path) if path.exists() else ():
+        if event["event"] == "epoch" and event["iteration"] == iteration:
+            found = {"loss": event[f"valid_loss{kind}"], "rmse": event[f"valid_rmse{kind}"]}
+            return found | {"persistence": event["persistence_rmse"]}
+    return None
+
+
+def _evaluation(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the folder of a checkpoint's evaluation, and its skill.json; None where there was none."""
+    path = folder.parent.parent / "evaluation/skill.json"
+    skill = json.loads(path.read_text()) if path.exists() else {}
+    return (path.parent, skill) if skill.get("checkpoint") == str(folder) else None
+
+
+def _scores(folder: Path, ema: bool) -> dict[str, Any] | None:
+    """Return what an evaluation found at some lead times, rows weighted by cos(latitude); None where there was none."""
+    source = "ema" if ema else "model"
+    if (found := _evaluation(folder)) is None or source not in found[1]["scores"]:
+        return None
+    skill, there = found[1], found[1]["lead_hours"]
+    hours = [h for h in SHOWN if h in there] or there[-1:]
+    table = {
+        score: {
+            name: [skill["scores"][source][score]["cos"][name][there.index(h)][0] for h in hours]
+            for name in skill["channels"]
+        }
+        for score in ("rmse", "rmse_over_persistence", "acc")
+    }
+    return {"forecasts": skill["forecasts"], "first": skill["first"], "last": skill["last"], "hours": hours, **table}

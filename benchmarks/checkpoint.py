@@ -25,6 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness.bench import Bench
+from benchmarks.harness.data import PLAIN
 from benchmarks.harness.record import Figures, write_record
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.background import Checkpointer
@@ -34,7 +35,7 @@ from utils.ranks.start import join
 from utils.ranks.world import World
 
 FLAGS = [
-    "--config=demo", "--no_residual", "--plot_channels=None", "--img_size", "16", "32", "--patch_size=8",
+    *PLAIN, "--no_residual", "--plot_channels=None", "--img_size", "16", "32", "--patch_size=8",
     "--embed_dim=1040", "--depth=12", "--num_heads=13", "--n_in_channels=20", "--n_out_channels=20",
     "--local_batch_size=1",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.harness.data import path_flags, train_here
+from benchmarks.harness.data import PLAIN, path_flags, train_here
 from benchmarks.harness.record import write_record
 from utils.measure.tables import markdown
 from utils.sample_data.write import write_shape
@@ -29,7 +29,7 @@ CHECKPOINT, CHUNKS = ("none", "block", "mlp"), (1, 4)
 # Largest relative difference of a loss from the plain path's of the same precision, and from float32's.
 BOUNDS = {"none": (2e-6, 2e-6), "bf16": (1e-4, 2e-4), "fp16": (2e-5, 4e-5)}
 MODEL = [
-    "--config=demo", "--img_size", "32", "64", "--embed_dim=64", "--depth=2", "--num_heads=4", "--patch_size=4",
+    *PLAIN, "--img_size", "32", "64", "--embed_dim=64", "--depth=2", "--num_heads=4", "--patch_size=4",
     "--plot_channels=None", "--global_batch_size=4", f"--num_iters={ITERATIONS}", "--warmup=0", "--lr=1e-3",
     "--no_residual", "--checkpoint_every=None",
 ]  # fmt: skip

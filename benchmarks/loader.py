@@ -31,7 +31,7 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.harness.data import path_flags, train_here
+from benchmarks.harness.data import PLAIN, path_flags, train_here
 from benchmarks.harness.record import Figures, write_record
 from utils.data.batches import Reading, Samples
 from utils.data.files import Files
@@ -242,7 +242,7 @@ def training_wait(folder: str) -> list[float]:
     """Return `data_wait_frac` of each epoch of a training run whose computation takes most of the time."""
     write_shape(f"{folder}/train", (20, 64, 128), samples=321)
     flags = [
-        "--config=demo", *path_flags(f"{folder}/train"), "--expdir", folder, "--num_data_workers=1", "--num_iters=120",
+        *PLAIN, *path_flags(f"{folder}/train"), "--expdir", folder, "--num_data_workers=1", "--num_iters=120",
         "--global_batch_size=8", "--n_in_channels=20", "--n_out_channels=20", "--plot_channels=None",
         "--checkpoint_every=None",
     ]  # fmt: skip

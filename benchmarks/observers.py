@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.harness.bench import Bench
+from benchmarks.harness.data import PLAIN
 from benchmarks.harness.record import write_record
 from utils.device import synchronize
 from utils.measure.machine import SystemWatch
@@ -27,7 +28,7 @@ from utils.ranks.start import join
 from utils.ranks.world import World
 from utils.spans import span, start_timeline, stop_timeline, tell_of_gradients
 
-SMALL = ["--config=demo", "--local_batch_size=8", "--plot_channels=None"]
+SMALL = [*PLAIN, "--local_batch_size=8", "--plot_channels=None"]
 PAIRS, STEPS = 24, 20
 
 

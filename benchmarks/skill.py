@@ -29,6 +29,7 @@ from utils.measure.tables import markdown
 
 ONE, FLAT, FREE = ("--rollout_steps=1", "--rollout_from=0"), ("--patch_overlap=0",), ("--conserve_mean=None",)
 WINDOWS, LATE = ("--patch_overlap=4",), ("--rollout_steps=4", "--rollout_from=200")
+BEST = (*LATE, *WINDOWS, "--conserve_mean=msl")
 CASES = {  # all that is tried is said, whatever the section has
     "demo": {
         "neither": (*ONE, *FLAT),
@@ -43,7 +44,9 @@ CASES = {  # all that is tried is said, whatever the section has
         "overlap": (*ONE, *WINDOWS, *FREE),
         "four steps in the last 100": (*LATE, *FLAT, *FREE),
         "overlap + four steps": (*LATE, *WINDOWS, *FREE),
-        "overlap + four steps + the mean of pressure kept": (*LATE, *WINDOWS, "--conserve_mean=msl"),
+        "overlap + four steps + the mean of pressure kept": BEST,
+        "the same, rows of the loss weighted by latitude": (*BEST, "--loss=weighted", "--loss_latitude"),
+        "the same, channels of the loss weighted by `auto`": (*BEST, "--loss=weighted", "--loss_channels=auto"),
     },
 }
 STRIDE = {"demo": 4, "era5_djf": 1}

@@ -26,12 +26,13 @@ import numpy as np
 import torch
 
 import train
+from benchmarks.harness.data import PLAIN
 from benchmarks.harness.record import write_record
 from utils.observers import Observer
 from utils.ranks.start import start
 
 FLAGS = [
-    "--config=demo",
+    *PLAIN,
     "--embed_dim=32",
     "--depth=1",
     "--num_heads=1",

@@ -14,6 +14,9 @@ from utils.ranks.world import World
 
 STATS = ("global_means", "global_stds", "time_means")
 
+# The section `demo` without what chapter 6 adds: one step, patches side by side.
+PLAIN = ("--config=demo", "--patch_overlap=0", "--rollout_steps=1", "--rollout_from=0")
+
 
 def path_flags(folder: str) -> list[str]:
     """Return the flags for a run on the data set in `folder`, which utils/sample_data/write.py wrote."""

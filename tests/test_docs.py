@@ -10,7 +10,7 @@ from tests.helpers import ROOT
 from tests.readme_commands import PAGES as CHAPTERS
 from utils.config.reader import load_config
 from utils.config.settings import FIELDS
-from utils.forecast.settings import EVALUATION, FLAGS
+from utils.forecast.settings import Evaluation, Outlook, flags
 
 IN_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 
@@ -115,19 +115,22 @@ def test_every_question_has_an_answer():
 
 def test_flags_that_are_named_exist():
     text = "".join(page.read_text() for page in CHAPTERS)
-    for script, names in ((r"train\.py|submit_pm\w*\.sh", FIELDS), (r"evaluate\.py", FLAGS)):
+    evaluate, forecast = flags(Evaluation), flags(Outlook)
+    for script, names in (
+        (r"train\.py|submit_pm\w*\.sh", FIELDS), (r"evaluate\.py", evaluate), (r"forecast\.py", forecast)
+    ):  # fmt: skip
         # One job script starts both.
         page = text if names is not FIELDS else re.sub(r"TRAIN_SCRIPT=evaluate\.py.*", "", text)
         commands = re.findall(rf"(?:{script})( [^`\n]*(?:\\\n[^`\n]*)*)", page)
-        flags = set(re.findall(r"--([a-z_0-9]+)", " ".join(commands)))
+        given = set(re.findall(r"--([a-z_0-9]+)", " ".join(commands)))
         known = set(names) | {f"no_{name}" for name in names} | {"yaml_config", "help"}
-        assert flags and flags <= known, flags - known
+        assert given and given <= known, given - known
 
 
 def test_every_flag_is_explained():
     pages = [*CHAPTERS, ROOT / "docs/configuration.md"]
     text = "".join(page.read_text() for page in pages)
-    assert not [name for name in FIELDS | EVALUATION if not re.search(rf"(`|--){name}\b", text)]
+    assert not [name for name in FIELDS | flags(Evaluation) | flags(Outlook) if not re.search(rf"(`|--){name}\b", text)]
 
 
 def test_every_section_that_is_named_exists():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("utils", "networks", "distributed", "benchmarks")
-SCRIPTS = ("train", "train_mp", "train_mp_graphs", "evaluate")
+SCRIPTS = ("train", "train_mp", "train_mp_graphs", "evaluate", "forecast")
 Arrows = dict[str, set[str]]  # what imports what
 
 
@@ -47,6 +47,9 @@ def arrows(root: Path) -> Arrows:
 
 
 def room(module: str) -> str:
+    """Return the room of a file: a script that lies in one (__main__.py) stands for itself."""
+    if module.endswith("__main__"):
+        return module
     return ".".join(module.split(".")[: 2 if module.startswith("utils.") else 1])
 
 
@@ -109,7 +112,8 @@ def draw(found: Arrows, path: Path) -> None:
                 axes.annotate("", places[other], places[name], arrowprops={"arrowstyle": "->", "color": "0.75"})
     for name, (x, y) in places.items():
         box = {"boxstyle": "round", "facecolor": "#e8f0fa", "edgecolor": "#30507a"}
-        axes.text(x, y, name.removeprefix("utils."), ha="center", va="center", bbox=box, fontsize=9)
+        label = f"{name}.py" if name in SCRIPTS else name.removeprefix("utils.")
+        axes.text(x, y, label, ha="center", va="center", bbox=box, fontsize=9)
     axes.set(xlim=(0, 10), ylim=(-0.4, len(levels) - 0.4), yticks=range(len(levels)), ylabel="floor", xticks=[])
     figure.savefig(path, dpi=110)
 

@@ -34,14 +34,14 @@ def rollout(
     They are those of the next batch of initial times that `data` reads.
     """
     frames = data.read()
-    initial, _ = next(frames)
+    initial, known = next(frames)
     persistence = data.persistence(initial)
-    states = dict.fromkeys(models, data.normalise(initial.clone()))  # a frame is valid until the next one comes
+    states = dict.fromkeys(models, data.as_input(initial, known))
     for _ in range(data.steps):
         with autocast(config, data.device):
             forecasts = {name: model(states[name]).to(states[name].dtype) for name, model in models.items()}
-        truth, forced = next(frames)  # a GPU computes the forecasts while the truth is copied
-        states = {name: model.next_input(forecasts[name], forced) for name, model in models.items()}
+        truth, known = next(frames)  # a GPU computes the forecasts while the truth is copied
+        states = {name: model.next_input(forecasts[name], known) for name, model in models.items()}
         yield truth, {"persistence": persistence} | {name: data.in_units(x) for name, x in forecasts.items()}
 
 

@@ -61,7 +61,8 @@ def main(world: World, argv: list[str]) -> None:
     with OutlookRun(settings, config, trained.about, data, ["model"], world, []) as run:
         for numbers in run.batches():
             initial = data.read(numbers)
-            run.keep(numbers, initial, model.rollout(initial, data.steps, data.forced(initial)))
+            forecasts = model.rollout(initial, data.steps, data.forced(initial), data.times(numbers))
+            run.keep(numbers, initial, forecasts)
         run.finish()
 
 

@@ -145,7 +145,7 @@ def build_model(config: Config, fields: Fields, device: torch.device | None = No
     tokens, head_dim = math.prod(config.img_size) // config.patch_size**2, config.embed_dim // config.num_heads
     kernel = pick_attention(config.attention, tokens, head_dim, device, AMP_DTYPE[config.amp_mode], config.dropout)
     model = ViT(
-        config.img_size, config.patch_size, len(fields.in_names), len(fields.out_names),
+        config.img_size, config.patch_size, *fields.sizes[:2],
         config.embed_dim, config.depth, config.num_heads, dropout=config.dropout, drop_path=config.drop_path,
         attention=kernel, activation_checkpoint=config.activation_checkpoint, mlp_chunks=config.mlp_chunks,
         overlap=config.patch_overlap, residual=fields.origins if config.residual else None,

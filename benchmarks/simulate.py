@@ -131,8 +131,8 @@ def step_of(config: Config, grid: Grid) -> dict:
             block.attn.attn_drop = 0.0
     model = parallelize(serial, config, grid, shard, torch.device("cpu"))
     samples = config.local_batch_size * config.accumulation_steps
-    K, names = config.longest_rollout, (fields.in_names, fields.out_names, fields.forced)
-    inp, target, forced = ((len(n), *s) for n, s in zip(names, (shard.input_shape, shard.shape, shard.input_shape)))
+    K, shapes = config.longest_rollout, (shard.input_shape, shard.shape, shard.input_shape)
+    inp, target, forced = ((size, *shape) for size, shape in zip(fields.sizes, shapes))
     batch = [torch.zeros(samples, *inp), torch.zeros(K, samples, *target), torch.zeros(K - 1, samples, *forced)]
     optimizer = build_optimizer(model, config)
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))

@@ -40,7 +40,7 @@ class Bench:
         self.optimizer = train.build_optimizer(self.model, config)
         self.scaler = train.build_scaler(config, self.device)
         generator = torch.Generator(self.device).manual_seed(1)
-        B, (H, W), sizes = config.global_batch_size, config.img_size, (len(fields.in_names), len(fields.out_names))
+        B, (H, W), sizes = config.global_batch_size, config.img_size, fields.sizes[:2]
         inp, target = (torch.randn(B, C, H, W, device=self.device, generator=generator) for C in sizes)
         self.batch = [inp, target[None], inp.new_empty(0, B, 0, H, W)]
         tokens = TokenShard(config.img_size, config.patch_size)

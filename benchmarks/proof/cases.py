@@ -58,6 +58,22 @@ MODES = {
         ("--loss", "weighted", "--loss_channels", "ch1=3", "--loss_latitude", "--num_iters", "2"),
         reference="weighted loss",
     ),
+    "beside the state": Mode(
+        (
+            "--forcings",
+            "position",
+            "day",
+            "year",
+            "solar",
+            "--rollout_steps",
+            "2",
+            "--patch_overlap",
+            "2",
+            "--num_iters",
+            "2",
+        ),
+        reference="beside the state",
+    ),
     "4,050 tokens": Mode(
         ("--num_iters", "2", "--global_batch_size", "2", "--limit_nsamples_val", "2"), reference="4,050 tokens"
     ),
@@ -84,7 +100,10 @@ MODES = {
 SERIAL = {
     "float64": Mode(),
     "20 steps": Mode(("--num_iters", "20")),
-    **{name: MODES[name] for name in ("clipping", "4,050 tokens", "DropPath", "weighted loss", *ROLLOUTS)},
+    **{
+        name: MODES[name]
+        for name in ("clipping", "4,050 tokens", "DropPath", "weighted loss", "beside the state", *ROLLOUTS)
+    },
     **{name: mode for name, mode in MODES.items() if mode.times_serial},
 }
 # What every grid runs.
@@ -166,7 +185,7 @@ def flags(grid: dict, image: str, mode: Mode, folder: str) -> list[str]:
     rows, columns, patch = IMAGES[image]
     argv = ["--yaml_config", f"{folder}/certificate.yaml", "--config", "certificate", "--expdir", f"{folder}/runs"]
     argv += ["--checkpoint_every", "None"]  # to write them is not what is tried here
-    argv.append(f"--init_from={folder}/{image}-{overlap_of(mode)}.pt")  # the same weights in every dtype
+    argv.append(f"--init_from={folder}/{image}{''.join(shapes_of(mode))}.pt")  # the same weights in every dtype
     argv += ["--data_dir", f"{folder}/{image}", "--img_size", str(rows), str(columns), "--patch_size", str(patch)]
     for name, value in grid.items():
         if isinstance(value, bool):
@@ -176,9 +195,13 @@ def flags(grid: dict, image: str, mode: Mode, folder: str) -> list[str]:
     return [*argv, *mode.flags]
 
 
-def overlap_of(mode: Mode) -> str:
-    """Return the overlap of a mode's windows: it decides the shapes of its weights."""
-    return dict(zip(mode.flags, mode.flags[1:])).get("--patch_overlap", "0")
+def shapes_of(mode: Mode) -> tuple[str, ...]:
+    """Return the flags of a mode that decide the shapes of its weights."""
+    found, name = [], ""
+    for flag in mode.flags:
+        name = flag if flag.startswith("--") else name
+        found += [flag] if name in ("--patch_overlap", "--forcings") else []
+    return tuple(found)
 
 
 def shown(result: dict) -> float:

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters  # no public way; a fault of `judged` w
 
 import train
 import train_mp
-from benchmarks.proof.cases import EVERYWHERE, FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags, overlap_of
+from benchmarks.proof.cases import EVERYWHERE, FULL_IMAGE, IMAGES, MODES, NAMED_IMAGE, SERIAL, Mode, flags, shapes_of
 from distributed.helpers import sliced_dims
 from utils.comm import Grid
 from utils.config.reader import load_config
@@ -122,12 +122,12 @@ def serial(folder: str) -> None:
     """Train with train.py all that the grids are compared with, and keep it in FOLDER."""
     written = [image for image in IMAGES if Path(folder, image).exists()]
     for image in written:  # the weights that all runs on it begin with: in float32, whatever they train in
-        for overlap in {overlap_of(mode) for mode in MODES.values()}:
+        for shapes in {shapes_of(mode) for mode in MODES.values()}:
             argv = [x for x in flags({}, image, Mode(), folder) if not x.startswith("--init_from")]
-            config, _ = load_config([*argv, "--patch_overlap", overlap])
-            if 2 * int(overlap) <= config.patch_size:
+            config, _ = load_config([*argv, *shapes])
+            if 2 * config.patch_overlap <= config.patch_size:
                 model = train.build_model(config, Fields.blank(config))
-                torch.save(model.state_dict(), f"{folder}/{image}-{overlap}.pt")
+                torch.save(model.state_dict(), f"{folder}/{image}{''.join(shapes)}.pt")
     join(World())
     references = {}
     for name, mode in SERIAL.items():

@@ -408,7 +408,7 @@ def test_the_wrapper_for_earth2studio_is_a_model_of_its_kind(exported):
     found: dict = {}
     exec(text.split("```")[1].removeprefix("python\n"), found)
     model, inner = found["Prognostic"](str(exported)), forecast.load(str(exported))
-    coords = model.input_coords()
+    coords = dict(model.input_coords(), time=np.array(["2001-02-03", "2001-02-04"], "datetime64[ns]"))
     assert list(coords) == ["batch", "time", "lead_time", "variable", "lat", "lon"]
     assert coords["variable"].tolist() == NAMES and len(coords["lat"]) == 16 and len(coords["lon"]) == 32
     states = torch.from_numpy(fields(4, 3, 16, 32)).view(2, 2, 1, 3, 16, 32)

@@ -61,6 +61,7 @@ STEPS = [  # fp16 with the fused optimiser only: GradScaler.step itself waits, u
     ["--attention=math", "--amp_mode=bf16"],
     ["--patch_overlap=2", "--conserve_mean=ch1", "--rollout_steps=2", "--amp_mode=bf16"],
     ["--rollout_steps=3", "--n_out_channels=2", "--activation_checkpoint=step", "--patch_overlap=1"],
+    ["--forcings", "position", "day", "year", "solar", "--rollout_steps=2", "--amp_mode=bf16"],
     ["--data_loader_config=pytorch", "--ema_decay=0.9"],  # (one FakeTensorMode takes no readers in threads)
 ]
 GRIDS = [
@@ -69,7 +70,7 @@ GRIDS = [
     (4, ["--tensor_parallel=2", "--context_parallel=2", "--cp_attention=ulysses", "--amp_mode=fp16", "--enable_fused"]),
     (2, ["--tensor_parallel=2", "--sp_regather", "--clip_grad_norm=1", "--residual"]),
     (2, ["--tensor_parallel=2", "--no_sequence_parallel"]),
-    (4, ["--context_parallel=4", "--patch_overlap=2", "--conserve_mean=ch1", "--rollout_steps=2", "--amp_mode=bf16"]),
+    (4, ["--context_parallel=4", "--patch_overlap=2", "--conserve_mean=ch1", "--rollout_steps=2", "--forcings=solar"]),
     (8, ["--context_parallel=2", "--accumulation_steps=2", "--activation_checkpoint=block"]),
 ]
 
@@ -196,7 +197,8 @@ def main() -> None:
     cases = [(1, f"train.py {' '.join(flags)}", partial(steps, folder, 1, flags, 1)) for flags in STEPS]
     cases += [(n, f"train_mp.py {n} {' '.join(flags)}", partial(steps, folder, n, flags, 2)) for n, flags in GRIDS]
     cases += [
-        (1, f"evaluate.py {' '.join(flags)}", partial(forecast, folder, flags)) for flags in ([], ["--amp_mode=bf16"])
+        (1, f"evaluate.py {' '.join(flags)}", partial(forecast, folder, flags))
+        for flags in ([], ["--amp_mode=bf16", "--forcings=solar"])
     ]
     for ranks, name, case in cases:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -618,3 +618,49 @@ def test_check_finds_faults(tmp_path, capsys, fault):
     printed = capsys.readouterr()
     assert code in (1, 2) and word in printed.out + printed.err
     assert check(str(tmp_path / "train")) == (1 if fault in ("nan", "time") else 0)
+
+
+def masks(time: bool = False, **grid) -> "xarray.Dataset":
+    """A land-sea mask without a time, and the ground's height on one level or, with `time`, of two dates."""
+    data = dataset(steps=2, **grid)
+    lsm = data.t2m.isel(time=0, drop=True).rename("lsm")
+    zs = data.z.isel(level=0, drop=True)
+    return xarray.Dataset({"lsm": lsm, "zs": zs if time else zs.isel(time=0, drop=True)})
+
+
+@pytest.mark.parametrize("time, names", [(False, ["height=zs", "lsm"]), (True, ["zs", "lsm"])])
+def test_constants_go_to_a_file_of_their_own(tmp_path, time, names):
+    """Without a time; of what has several the first counts, and it is no channel then. The rest is as without them."""
+    inputs = [write(tmp_path / "raw", dataset(), "a.nc"), write(tmp_path / "raw", masks(time), "masks.nc")]
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    assert main([inputs[0], "--out", str(plain)]) == 0
+    assert main([*inputs, "--out", str(out), "--constants", *names]) == 0
+    found, expected, stored = read(out), read(plain), masks(time)
+    constants = found.pop("stats/constants.h5")
+    assert same(found, expected)
+    assert constants["channel_names"] == [name.partition("=")[0] for name in names] and "time" not in constants
+    zs = stored.zs.isel(time=0) if time else stored.zs
+    np.testing.assert_array_equal(constants["fields"], np.stack([zs.values, stored.lsm.values])[None])
+    np.testing.assert_array_equal(constants["latitude"], LATITUDE.astype(np.float32))
+
+
+def test_constants_that_are_wrong_are_refused(tmp_path, capsys):
+    raw = tmp_path / "raw"
+    state = write(raw, dataset(), "a.nc")
+
+    def refused(data, *more: str) -> str:
+        path = write(raw, data, f"{len(list(raw.iterdir()))}.nc")
+        assert main([state, path, "--out", str(tmp_path / "out"), "--constants", "lsm", *more]) == 2
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    holes = masks()
+    holes.lsm[3, 4] = np.nan
+    assert "lsm has 1 missing or infinite values in all, the first at 22.5N 90E" in refused(holes)
+    assert "lie on different grids" in refused(masks(latitude=np.linspace(80, -80, 9)))
+    assert "nothing in the files for channel 'lsm'" in refused(masks().drop_vars("lsm"))
+    path = write(raw, holes, "holes.nc")
+    assert main([state, path, "--out", str(tmp_path / "out"), "--constants", "lsm", "--fill", "lsm=0.5"]) == 0
+    assert "1 of lsm, filled" in (said := capsys.readouterr().out) and "constants: lsm" in said
+    with h5py.File(tmp_path / "out/stats/constants.h5") as file:
+        assert file["fields"][0, 0, 3, 4] == 0.5

@@ -11,6 +11,13 @@ from typing import Any
 
 import yaml
 
+# What can be computed of place and time and read beside the state, with the channels that it makes.
+FORCINGS = {
+    "position": ("position_x", "position_y", "position_z"),
+    "day": ("sin_local_time", "cos_local_time"),
+    "year": ("sin_year", "cos_year"),
+    "solar": ("toa_solar",),
+}
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # What a key affects, and by that what a resumed run and evaluate.py do with it.
@@ -117,6 +124,11 @@ class Config:
     n_out_channels: int = key(20, "number of forecast channels: the first ones of the file", "training", at_least=1)
     in_channels: list[str] | None = key(None, "input channels by name (sets n_in_channels)", "training")
     out_channels: list[str] | None = key(None, "forecast channels by name (sets n_out_channels)", "training")
+    constants: list[str] | None = key(None, "fields that do not change, to read beside the state", "training")
+    constants_path: str | None = path(None, "their file (default: constants.h5 beside global_means_path)", "evaluation")
+    forcings: list[str] | None = key(
+        None, "what is computed and read beside the state", "training", choices=tuple(FORCINGS)
+    )
     channel_names: list[str] | None = key(None, "names of all channels of the files, in order", "evaluation")
     limit_nsamples: int | None = key(None, "train on the first samples only", "training", at_least=1)
     limit_nsamples_val: int | None = key(None, "validate on the first samples only", "run", at_least=1)
@@ -235,6 +247,11 @@ class Config:
     def longest_rollout(self) -> int:
         """The most steps of a forecast in training."""
         return max(self.steps_at(first) for first in (0, *self.rollout_from) if first < self.num_iters)
+
+    @property
+    def constants_file(self) -> str:
+        """Where the constants are: by default where `python -m utils.prepare_data` puts them, beside the statistics."""
+        return self.constants_path or str(Path(self.global_means_path).with_name("constants.h5"))
 
     @property
     def longest_wait(self) -> timedelta:

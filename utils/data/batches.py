@@ -9,7 +9,7 @@ Shapes:  B samples of one iteration on one rank   K steps of a forecast   C chan
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ class Batch:
     target: Tensor  # after each step, [K, B, C_out, H, W], as stored
     forced: Tensor  # after each step but the last, [K-1, B, C_f, H, W], as stored; it may be empty
     counts: Tensor  # [B]: 1 for a sample, 0 for one that only fills the batch
+    times: Tensor  # of the inputs, in seconds since 1970-01-01, in float64, [B]; NaN where the files store none
     copied: torch.cuda.Event | None = None  # a copy to a GPU is done: until then nobody may write here
     is_normalised: bool = False  # on the device, by DALI
     is_shared: bool = False  # whole frames of some samples; other ranks read the others (utils/data/frame_sharing.py)
@@ -82,9 +83,15 @@ class BatchReader:
         self.counts = self.frames_of(samples.longest)
         self.ring = BatchRing(slots, self.read_size, self.readers, both=self.both, counts=self.counts)
         self.durations: deque[float] = deque(maxlen=1000)  # s, of the last reads
+        self.times = np.empty((slots, B))
         self.batches = [
-            Batch(*map(torch.from_numpy, frames), counts=torch.empty(B), is_shared=how.share != slice(None))
-            for frames in self.ring.frames
+            Batch(
+                *map(torch.from_numpy, frames),
+                counts=torch.empty(B),
+                times=torch.from_numpy(times),
+                is_shared=how.share != slice(None),
+            )
+            for frames, times in zip(self.ring.frames, self.times)
         ]
         if how.pin and self.ring.nbytes:
             pin_memory(self.ring.memory)
@@ -98,6 +105,7 @@ class BatchReader:
         """Return the reads for a batch. -1 fills its place with the first sample: shapes and norms stay sound."""
         batch, (_, *later), B = self.batches[slot], self.ring.frames[slot], self.read_size
         batch.counts[:] = torch.from_numpy(samples >= 0)
+        self.note_times(slot, self.pairs[np.maximum(samples, 0)])
         batch.target, batch.forced = (
             torch.from_numpy(frames[: count * B].reshape(count, B, *frames.shape[1:]))
             for frames, count in zip(later, (steps, steps - 1))
@@ -109,6 +117,12 @@ class BatchReader:
             for part, k in parts_of(steps)
             for request in self.readers[part].requests
         ]
+
+    def note_times(self, slot: int, frames: Iterable[tuple[int, int]]) -> None:
+        """Note when the states of a batch are valid, rows (file, t)."""
+        times = self.readers[0].files.times
+        for b, (file, t) in enumerate(frames):
+            self.times[slot, b] = np.nan if times[file] is None else times[file][t]
 
     def read(self, job: Read) -> None:
         """Carry out a job in this process."""

@@ -13,6 +13,7 @@ from utils.config.settings import Config
 from utils.data.batches import Batch, Reading, Samples
 from utils.data.fields import Fields
 from utils.data.files import Files
+from utils.data.forcings import ForcingFields
 from utils.data.frame_sharing import FrameSharing
 from utils.data.frames import FrameReader, OpenFiles
 from utils.data.loader import Loader
@@ -59,6 +60,7 @@ class WeatherData:
         self.tokens = self.tokens or TokenShard(config.img_size, config.patch_size, overlap=config.patch_overlap)
         longest = config.longest_rollout
         self.normalise = normalisers(self.fields, device, config.enable_jit)
+        self.beside = ForcingFields(self.fields.forcings, self._cut_input).to(device)
         self.train_pairs = self.train_files.samples(config.dt, longest)[: config.limit_nsamples]
         self.valid_pairs = self.valid_files.samples(config.dt)[: config.limit_nsamples_val]
         if len(self.train_pairs) < config.global_batch_size:
@@ -108,21 +110,34 @@ class WeatherData:
 
     def to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return the input [B, C_in, H, W], the targets after each step [K, B, C_out, H, W] and, after each but the
-        last, what is read and not forecast, [K-1, B, C_f, H, W]; or their shards; normalised on the device.
+        last, what is read and not forecast, [K-1, B, C_f, H, W]; or their shards; normalised on the device. Channels
+        beside the state, for the time of each, are the last of the first and of the third.
 
         They travel as they are stored (float16 as float16) and arrive in the default dtype. On a GPU the copy goes
         along while the step before computes, and the host waits here for the one before that. What this returns is
         valid until the next batch passes here, and each batch passes once: its memory is used again, on a CPU that of
         the batch itself.
         """
-        raw = batch.inp, batch.target, batch.forced
+        *raw, times = batch.inp, batch.target, batch.forced, batch.times
         if self.copies is not None:
             self.copies.pace()
-            raw = raw if batch.is_normalised else self.copies.take(batch)
-        mine = (self._mine(x, batch, is_input) for x, is_input in zip(raw, (True, False, True)))
+            if not batch.is_normalised:
+                *raw, times = self.copies.take(batch)
+        inp, target, forced = (self._mine(x, batch, is_input) for x, is_input in zip(raw, (True, False, True)))
         if batch.is_normalised:
-            return tuple(x.to(torch.get_default_dtype()) for x in mine)
-        return tuple(normalise(x) for normalise, x in zip(self.normalise, mine))
+            inp, target, forced = (x.to(torch.get_default_dtype()) for x in (inp, target, forced))
+        else:
+            inp, target, forced = (normalise(x) for normalise, x in zip(self.normalise, (inp, target, forced)))
+        if not self.fields.forcings.names:
+            return inp, target, forced
+        times = times.to(self.device, non_blocking=True)
+        ahead = 3600 * self.fields.step_hours * torch.arange(1, len(target), device=self.device)
+        return self.beside.added(inp, times), target, self.beside.added(forced, times + ahead[:, None])
+
+    def _cut_input(self, image: Tensor) -> Tensor:
+        """Return what this rank's input is of an image [..., H, W]."""
+        rows = self.tokens.input_rows
+        return self.tokens.cut_input(image[..., rows.start : rows.stop, :])
 
     def _mine(self, x: Tensor, batch: Batch, is_input: bool) -> Tensor:
         """Return this rank's part of what was read of images."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from utils.config.settings import Config
 from utils.data.files import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
+from utils.data.forcings import Forcings
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class Fields:
     means: np.ndarray  # [C]
     stds: np.ndarray  # [C]
     time_means: np.ndarray  # of the forecast channels, [C_out, H, W]
+    forcings: Forcings  # what is read beside the state
     residual_scale: list[float] | None = None  # of the change that a residual model forecasts, [C_out]
     step_hours: float = STORED_STEP_HOURS  # lead of a forecast
     has_time: bool = False
@@ -66,6 +68,12 @@ class Fields:
             diffs = load_stats(config.time_diff_stds_path, [(1, C, 1, 1)], "time_diff_stds_path").reshape(C)
             scale = (diffs[outputs] / stds[outputs]).tolist()
         seconds = files.step_seconds()
+        forcings = Forcings.open(config, files.latitude[:rows], files.longitude[:columns])
+        if forcings.need_time and any(times is None for times in files.times):
+            raise ValueError(
+                f"forcings {', '.join(forcings.kinds)} need the time of each state, and {files.paths[0]} or its "
+                f"neighbours store none: take only position, or files with `time` (docs/data.md)"
+            )
         return Fields(
             inputs=inputs,
             outputs=outputs,
@@ -83,6 +91,7 @@ class Fields:
             step_hours=config.dt * (seconds / 3600 if seconds else STORED_STEP_HOURS),
             has_time=seconds is not None,
             warning=warning,
+            forcings=forcings,
         ).checked(config)
 
     @staticmethod
@@ -100,6 +109,7 @@ class Fields:
         in_names = list(config.in_channels or known[: config.n_in_channels])
         out_names = list(config.out_channels or known[: config.n_out_channels])
         names = list(dict.fromkeys(in_names + out_names))
+        latitude, longitude = 90 - 180 * np.arange(H) / H, np.arange(W) * 360 / W
         return Fields(
             inputs=[names.index(name) for name in in_names],
             outputs=[names.index(name) for name in out_names],
@@ -108,11 +118,12 @@ class Fields:
             in_units=[""] * len(in_names),
             units=[""] * len(out_names),
             plot_channels=[],
-            latitude=90 - 180 * np.arange(H) / H,
-            longitude=np.arange(W) * 360 / W,
+            latitude=latitude,
+            longitude=longitude,
             means=np.zeros(len(names)),
             stds=np.ones(len(names)),
             time_means=np.zeros((len(out_names), H, W)),
+            forcings=Forcings(latitude, longitude, tuple(config.forcings or ()), tuple(config.constants or ())),
         ).checked(config)
 
     def checked(self, config: Config) -> "Fields":
@@ -138,13 +149,21 @@ class Fields:
         return [self.in_names[self.inputs.index(c)] for c in self.forced]
 
     @property
-    def feedback(self) -> list[int] | None:
-        """Where each input of a next step stands among what is forecast and, after it, forced.
+    def sizes(self) -> tuple[int, int, int]:
+        """How many channels the network reads, forecasts, and is given at later steps: those beside the state too."""
+        beside = len(self.forcings.names)
+        return len(self.inputs) + beside, len(self.outputs), len(self.forced) + beside
 
-        None where the input is the forecast as it is.
+    @property
+    def feedback(self) -> list[int] | None:
+        """Where each input of a next step stands among what is forecast and, after it, given.
+
+        Given are the forced channels, and those beside the state. None where the input is the forecast as it is.
         """
-        known = self.outputs + self.forced
-        return None if self.inputs == self.outputs else [known.index(c) for c in self.inputs]
+        known, beside = self.outputs + self.forced, len(self.forcings.names)
+        if self.inputs == self.outputs and not beside:
+            return None
+        return [known.index(c) for c in self.inputs] + [len(known) + i for i in range(beside)]
 
     def kept(self, names: list[str] | None) -> list[tuple[int, int]]:
         """Return where channels stand among those that are forecast, and among the inputs."""
@@ -183,6 +202,7 @@ class Fields:
             "latitudes": [round(float(self.latitude[i]), 3) for i in (0, -1)],
             "longitudes": [round(float(self.longitude[i]), 3) for i in (0, -1)],
             "statistics": [self.means[used].tolist(), self.stds[used].tolist(), self.residual_scale],
+            "channels beside the state": self.forcings.description,
         }
 
     def label(self, channel: int) -> str:

@@ -120,8 +120,8 @@ class DaliLoader(Loader):
                     inp, target, forced = outputs[0], outputs[1 : 1 + steps], outputs[1 + steps :]
                     target = target[0][None] if steps == 1 else torch.stack(target)
                     forced = torch.stack(forced) if forced else batch.forced.to(inp)
-                    counts = batch.counts.clone()
-                    yield replace(batch, inp=inp, target=target, forced=forced, counts=counts, is_normalised=True)
+                    of_host = {"counts": batch.counts.clone(), "times": batch.times.clone()}
+                    yield replace(batch, inp=inp, target=target, forced=forced, **of_host, is_normalised=True)
                     if own is not None:
                         # DALI fills its memory again when nobody on the host refers to it: the device may be late.
                         given.append((outputs, torch.cuda.current_stream(self.device).record_event()))

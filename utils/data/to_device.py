@@ -36,7 +36,7 @@ class DeviceCopies:
         They are valid for what is launched on the current stream until this is called again.
         """
         current = torch.cuda.current_stream(self.device)
-        sources = sources or (batch.inp, batch.target, batch.forced)
+        sources = sources or (batch.inp, batch.target, batch.forced, batch.times)
         key = tuple((x.shape, x.dtype) for x in sources)
         if key not in self.buffers:
             if len(self.buffers) == KINDS:

@@ -57,25 +57,29 @@ class DatasetWriter:
         self.sum = torch.zeros(self.shape, dtype=torch.float64)
         self.square_sum, self.diff_sum, self.diff_square_sum = torch.zeros(3, len(self.channels), dtype=torch.float64)
 
-    def add_file(self, name: str, time: np.ndarray) -> None:
-        """Create FOLDER/`name`.h5 (say train/2001) for the times [T], in seconds since 1970-01-01."""
+    def add_file(self, name: str, time: np.ndarray | None) -> None:
+        """Create FOLDER/`name`.h5 (say train/2001) for the times [T], in seconds since 1970-01-01.
+
+        Without them for a single frame of what does not change.
+        """
         path = self.folder / f"{name}.h5"
         path.parent.mkdir(exist_ok=True)
         file = h5py.File(path, "w")
         # track_times would store the moment of writing: the same data must give the same bytes.
-        fields = file.create_dataset("fields", (len(time), *self.shape), track_times=False, **self.storage)
+        steps = 1 if time is None else len(time)
+        fields = file.create_dataset("fields", (steps, *self.shape), track_times=False, **self.storage)
         fields.attrs["channel_names"] = np.array(self.channels, dtype=h5py.string_dtype())
         fields.attrs["units"] = np.array(self.units, dtype=h5py.string_dtype())
-        for axis, values in (
-            ("time", time.astype(np.int64)),
-            ("latitude", self.latitude.astype(np.float32)),
-            ("longitude", self.longitude.astype(np.float32)),
-        ):
-            file.create_dataset(axis, data=values, track_times=False)
-        names = np.array(self.channels, dtype=h5py.string_dtype())
-        file.create_dataset("channel", data=names, track_times=False)
+        axes = {
+            "time": None if time is None else time.astype(np.int64),
+            "channel": np.array(self.channels, dtype=h5py.string_dtype()),
+            "latitude": self.latitude.astype(np.float32),
+            "longitude": self.longitude.astype(np.float32),
+        }
         for i, (axis, units) in enumerate(AXES.items()):
-            file[axis].make_scale(axis)
+            if axes[axis] is None:
+                continue
+            file.create_dataset(axis, data=axes[axis], track_times=False).make_scale(axis)
             fields.dims[i].attach_scale(file[axis])  # netCDF and xarray find the axes by these
             if units:
                 file[axis].attrs["units"] = units

@@ -43,7 +43,7 @@ python forecast.py --checkpoint THIS_FOLDER --initial STATE.nc --lead_hours 120
 from forecast import load
 
 model = load("THIS_FOLDER")
-after = model.step(state)  # {shape}, in units
+after = model.step({state})  # {shape}, in units
 ```
 """
 
@@ -52,6 +52,7 @@ def card(config: Config, about: dict[str, Any]) -> str:
     """Return the text of README.md; `about` is `model.json`."""
     return TEXT.format(
         hours=about["step_hours"],
+        state="state, time" if about["beside_the_state"]["needs_time"] else "state",
         shape=[len(about["inputs"]), len(about["latitude"]), len(about["longitude"])],
         model=_list(_model(config, about)),
         channels=_channels(about),
@@ -79,6 +80,8 @@ def _model(config: Config, about: dict[str, Any]) -> list[str]:
     forecast = {x["name"] for x in about["forecasts"]}
     if forced := [x["name"] for x in about["inputs"] if x["name"] not in forecast]:
         lines.append(f"It reads and does not forecast {', '.join(forced)}: they must be given at each step")
+    if (beside := about["beside_the_state"])["channels"]:
+        lines.append(f"Beside the state it reads {', '.join(beside['channels'])}: it makes them of its place and time")
     return lines
 
 

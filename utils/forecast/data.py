@@ -15,6 +15,7 @@ from utils.config.settings import Config
 from utils.data.batches import Batch, BatchReader, Reading, Samples
 from utils.data.fields import Fields
 from utils.data.files import Files
+from utils.data.forcings import ForcingFields
 from utils.data.frames import FrameReader, OpenFiles
 from utils.data.loader import read_ahead
 from utils.data.read_ahead import Read
@@ -42,6 +43,7 @@ class StepReader(BatchReader):
 
     def jobs(self, slot: int, frames: Sequence[np.ndarray], k: int) -> list[Read]:
         """Return the reads for rows (file, t), which are the k-th step of forecasts."""
+        self.note_times(slot, frames)
         return [
             Read(slot, part, place, int(file), int(t), request)
             for place, (file, t) in enumerate(frames)
@@ -132,6 +134,7 @@ class ForecastData(Forecasts):
         self.copies = DeviceCopies(device) if device.type == "cuda" else None
         self.climate = Climatology(fields, settings.climatology, device, config.local_batch_size + 1)
         self.in_units = InUnits(fields, device)
+        self.beside = ForcingFields(fields.forcings).to(device)
 
     def __len__(self) -> int:
         return len(self.stretches)
@@ -180,20 +183,26 @@ class ForecastData(Forecasts):
         steps = ((self.stretches[numbers, k], k) for numbers in batches for k in range(self.steps + 1))
         self.frames = read_ahead(reader, itertools.chain(steps, itertools.repeat(((), 0))), depth, in_use=1)
 
-    def read(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the initial states [B, C_in, H, W], then the truth at each lead time [B, C_out, H, W], as stored.
 
-        With the truth come the inputs that are not forecast, at that time and normalised, [B, C_f, H, W]. They are
-        those of the next batch of `begin`, on the device, each valid until the next one is asked for. Raises ReadError
-        for a file that cannot be read.
+        With each comes, normalised, [B, C, H, W], what else is known of its time: with the truth the inputs that are
+        not forecast, with both the channels beside the state. They are those of the next batch of `begin`, on the
+        device, each valid until the next one is asked for. Raises ReadError for a file that cannot be read.
         """
         for k in range(self.steps + 1):
             batch = next(self.frames)
-            raw = [batch.target, batch.forced] if k else [batch.inp]
+            raw = [batch.target, batch.forced, batch.times] if k else [batch.inp, batch.times]
             if self.copies is not None:
                 self.copies.pace()
                 raw = self.copies.take(batch, *raw)
-            yield raw[0], self.normalise_forced(raw[1]) if k else None
+            known = self.normalise_forced(raw[1]) if k else raw[0][:, :0].to(torch.get_default_dtype())
+            yield raw[0], self.beside.added(known, raw[-1])
+
+    def as_input(self, raw: Tensor, known: Tensor) -> Tensor:
+        """Return what the model reads first, normalised, of initial states and what else is known of their time."""
+        x = self.normalise(raw.clone())  # a frame is valid until the next one comes
+        return torch.cat([x, known], dim=1) if known.shape[1] else x
 
     def find_nonfinite(self, forecast: int) -> None:
         """Raise ReadError, with the place, for the first value that is not finite among a forecast's frames."""

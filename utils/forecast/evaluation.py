@@ -13,7 +13,7 @@ from utils.forecast.judge import Judge
 from utils.forecast.results import Results
 from utils.forecast.run import ForecastRun, beside, seen, seen_model
 from utils.forecast.settings import Evaluation
-from utils.forecast.trained import STATISTICS
+from utils.forecast.trained import statistics_of
 
 FORMAT = 2  # of what is kept of a forecast
 
@@ -42,6 +42,8 @@ class EvaluationRun(ForecastRun):
         fields = self.data.fields
         if fields.forced and self.data.steps > 1:
             logging.info("Not forecast, but read from the files at each time: %s", ", ".join(fields.forced_names))
+        if fields.forcings.names:
+            logging.info("Beside the state: %s", ", ".join(fields.forcings.names))
 
     def results_folder(self) -> Path:
         return beside(self.settings, "evaluation")
@@ -49,14 +51,13 @@ class EvaluationRun(ForecastRun):
     def setting(self) -> dict[str, Any]:
         config, settings, data = self.config, self.settings, self.data
         keys = {n: getattr(config, n) for n, field in FIELDS.items() if not field.metadata["same_forecast"]}
-        statistics = [path for name in STATISTICS if (path := getattr(config, name)) is not None]
         return {
             "format": FORMAT,
             "torch": torch.__version__,
             "checkpoint": seen_model(Path(settings.checkpoint)),
             "models": self.models,
             "files": [[str(Path(path).resolve()), *stamp] for path, stamp in zip(data.files.paths, data.files.stamps)],
-            "statistics": [seen(path) for path in statistics],
+            "statistics": [seen(path) for path in statistics_of(config).values()],
             "climatology": settings.climatology and seen(settings.climatology),
             "lead_hours": data.lead_hours,
             "stride": settings.stride,

@@ -69,6 +69,11 @@ class InitialStates(Forecasts):
             raise ValueError("channels says where an archive has them, and training files name their own: leave it out")
         self.sources = self.sources or [self._archive(settings)]
         self.chosen = self._choose(list(settings.dates))
+        if fields.forcings.need_time and self.seconds(0) is None:
+            raise ValueError(
+                f"the model reads {', '.join(fields.forcings.kinds)}, and {self.origin} stores no time: "
+                f"give states that do"
+            )
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -101,6 +106,11 @@ class InitialStates(Forecasts):
                 f"{y}, column {x} is {states[b, c, y, x]}: fill it, or start from another date"
             )
         return torch.from_numpy(states).to(self.device)
+
+    def times(self, numbers: list[int]) -> np.ndarray | None:
+        """Return when states are valid, [B]; None where nobody knows."""
+        seconds = [self.seconds(n) for n in numbers]
+        return None if None in seconds else np.array(seconds, "datetime64[s]")
 
     def forced(self, initial: Tensor) -> Iterator[Tensor]:
         """Yield what is read and not forecast at later steps, [B, C_f, H, W]: as it is in the initial states."""

@@ -60,7 +60,8 @@ class Outlook(Asked):
 # What they may set of a training's keys, each with what holds where it is not given; forecast.py reads no files of one.
 AGAIN = dict.fromkeys(affecting("evaluation"), "as in training")
 AGAIN |= {name: FIELDS[name].default for name in affecting("machine")}
-OF_FILES = {"config", "inf_data_path", "channel_names", "num_data_workers", "read_depth"} | set(STATISTICS)
+OF_FILES = {"config", "inf_data_path", "channel_names", "constants_path", "num_data_workers", "read_depth"}
+OF_FILES |= set(STATISTICS)
 KEYS = {Evaluation: AGAIN, Outlook: {name: value for name, value in AGAIN.items() if name not in OF_FILES}}
 KEYS[Outlook]["local_batch_size"] = 1
 

@@ -28,6 +28,7 @@ from utils.config.reader import cast, load_config, move_data
 from utils.config.settings import FIELDS, Config, affecting
 from utils.data.fields import Fields
 from utils.data.files import Files, load_stats
+from utils.data.forcings import Forcings
 from utils.data.variables import variable
 from utils.files import complete, part_of, read_events, to_disk, to_json
 from utils.forecast.card import card
@@ -103,10 +104,9 @@ class Trained:
             shutil.rmtree(part, ignore_errors=True)
             (part / "statistics").mkdir(parents=True)
             kept = {}
-            for key in STATISTICS:
-                if (path := getattr(self.config, key)) is not None:
-                    kept[key] = f"statistics/{key.removesuffix('_path')}.npy"
-                    shutil.copyfile(path, part / kept[key])
+            for key, path in statistics_of(self.config).items():
+                kept[key] = f"statistics/{key.removesuffix('_path')}{Path(path).suffix}"
+                shutil.copyfile(path, part / kept[key])
             save_tensors(self.weights, part / FILE)
             forget = {name: FIELDS[name].default for name in FIELDS if FIELDS[name].metadata["affects"] == "run"}
             forget |= {"data_dir": None, "inf_data_path": None, **kept}
@@ -124,6 +124,12 @@ class Trained:
             raise ValueError(f"cannot write {folder} ({error.strerror or error}): give another folder") from None
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+def statistics_of(config: Config) -> dict[str, str]:
+    """Return the files beside the data that a model needs, by key: statistics, and constants where it reads some."""
+    found = {key: path for key in STATISTICS if (path := getattr(config, key)) is not None}
+    return found | ({"constants_path": config.constants_file} if config.constants else {})
 
 
 def is_exported(source: Path) -> bool:
@@ -145,7 +151,7 @@ def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
         raise ValueError(f"{folder / ABOUT} cannot be read ({type(error).__name__}): copy the folder again") from None
     config, _ = load_config(["--yaml_config", str(folder / CONFIG), "--config", SECTION], chapter=3)
     config = replace(config, **forgotten())
-    paths = {key: str(folder / path) for key in STATISTICS if (path := getattr(config, key)) is not None}
+    paths = {key: str(folder / path) for key, path in statistics_of(config).items()}
     return replace(config, **paths), about
 
 
@@ -173,6 +179,7 @@ def _fields(config: Config, about: dict[str, Any]) -> Fields:
         means=means,
         stds=stds,
         time_means=np.zeros((len(outputs), len(latitude), len(longitude)), np.float32),  # no forecast needs them
+        forcings=Forcings.open(config, latitude, longitude),
         residual_scale=about["residual_scale"],
         step_hours=about["step_hours"],
         has_time=about["has_time"],
@@ -209,7 +216,7 @@ def _moved(config: Config, data_dir: str) -> Config:
     moved = move_data(config, data_dir, config.data_dir or "/data")
     if moved.train_data_path != config.train_data_path or data_dir == config.data_dir:
         return moved
-    keys = {key: f"{data_dir}/stats/{Path(path).name}" for key in STATISTICS if (path := getattr(config, key))}
+    keys = {key: f"{data_dir}/stats/{Path(path).name}" for key, path in statistics_of(config).items()}
     return replace(config, train_data_path=f"{data_dir}/train", **keys)
 
 
@@ -226,6 +233,7 @@ def _about(folder: Path, info: dict[str, Any], files: Files, fields: Fields, ema
         "format": FORMAT,
         "inputs": [told(*x) for x in zip(fields.inputs, fields.in_names, fields.in_units)],
         "forecasts": [told(*x) for x in zip(fields.outputs, fields.out_names, fields.units)],
+        "beside_the_state": {"channels": fields.forcings.names, "needs_time": fields.forcings.need_time},
         "channels_of_files": files.shape[0],
         "plot_channels": fields.plot_channels,
         "latitude": fields.latitude,

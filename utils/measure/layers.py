@@ -43,7 +43,7 @@ def summarise(
     for name, module in model.named_modules():
         module.register_forward_hook(keep(name))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.empty(1, len(fields.in_names), *config.img_size, device="meta"))
+        model(torch.empty(1, fields.sizes[0], *config.img_size, device="meta"))
     flops, top = counter.get_flop_counts(), type(model).__name__
     layers = []
     for name, module in model.named_modules():

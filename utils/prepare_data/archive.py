@@ -9,7 +9,7 @@ Shapes: T time steps, C channels, H latitudes from the north, W longitudes from 
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -50,42 +50,31 @@ class Archive:
 
     @staticmethod
     def open(
-        paths: list[str], channels: list[str] | None = None, allow_gaps: bool = False, any_times: bool = False
-    ) -> "Archive":
+        paths: list[str], channels: list[str] | None = None, allow_gaps: bool = False, any_times: bool = False,
+        constants: bool = False, leave_out: Sequence[str] = (),
+    ) -> "Archive":  # fmt: skip
         """Open files and find the channels: those named (see `find`), by default all there are, by name and level.
 
-        With `any_times` there may be a single time, or times at no interval.
+        With `any_times` there may be a single time, or times at no interval. For `constants` there may be none: of what
+        has several the first counts. By default channels of the names `leave_out` are none.
 
         Raises ValueError, in one line with the remedy, for files that cannot be read, variables that are missing,
         grids and units that differ, and times that go back, differ between channels or leave gaps.
         """
-        pieces: dict[tuple[str, float | None], list[Piece]] = {}
-        units: dict[tuple[str, float | None], str] = {}
-        useless: dict[str, str] = {}  # variables that cannot be channels, and why
-        for path in paths:
-            for key, unit, piece in pieces_in(path, useless):
-                pieces.setdefault(key, []).append(piece)
-                if unit and units.setdefault(key, unit) != unit:
-                    raise ValueError(
-                        f"{key[0]} is in {units[key]} in {pieces[key][0].path}, and in {unit} in {path}: "
-                        f"bring them to one unit"
-                    )
-        asked = {re.split("[=@]", text)[-2 if "@" in text else -1] for text in channels or useless}
-        asked |= {split[1] for text in asked if (split := LEVEL.fullmatch(text))}
-        wanted = {other for name in asked for other in synonyms(name)}
-        for variable in useless.keys() & wanted:
-            raise ValueError(useless[variable])
-        if not pieces:
-            raise ValueError("the files hold no channel: a variable with a time, a latitude and a longitude")
+        pieces, units = _pieces(paths, channels, constants)
         # By name: files come in any order, and not every format keeps the order of its variables.
         by_name = sorted(pieces, key=lambda key: (key[0], key[1] or 0))
-        named = [find(text, list(pieces)) for text in channels or map(_default_name, by_name)]
+        everything = (text for text in map(_default_name, by_name) if text.partition("=")[0] not in leave_out)
+        named = [find(text, list(pieces)) for text in channels or everything] if pieces else []
+        if not named:
+            raise ValueError("the files hold no channel: a variable with a time, a latitude and a longitude")
         names = [name for name, _ in named]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"channel {twice!r} is named twice: give each channel a name of its own")
+        most = 1 if constants else None
         found = tuple(
-            Channel(name, units.get(key, ""), tuple(sorted(pieces[key], key=lambda piece: piece.times[0])))
+            Channel(name, units.get(key, ""), tuple(sorted(pieces[key], key=lambda piece: piece.times[0])[:most]))
             for name, key in named
         )
         for channel in found:
@@ -102,7 +91,7 @@ class Archive:
         rolled = int(np.argmin(longitude % 360)) if is_round else 0
         return Archive(
             channels=found,
-            times=_common_times(found, allow_gaps, any_times),
+            times=_common_times(found, allow_gaps, any_times or constants),
             latitude=latitude.astype(np.float32),
             longitude=np.roll(longitude % 360 if is_round else longitude, -rolled).astype(np.float32),
             rolled=rolled,
@@ -132,6 +121,32 @@ class Archive:
             values = np.concatenate(parts) if len(parts) > 1 else parts[0]
             for i, c in enumerate(members):
                 yield c, np.roll(values[:, i], -self.rolled, axis=-1) if self.rolled else values[:, i]
+
+
+def _pieces(
+    paths: list[str], channels: list[str] | None, constants: bool
+) -> tuple[dict[tuple[str, float | None], list[Piece]], dict[tuple[str, float | None], str]]:
+    """Return the pieces of each variable and level, and its units.
+
+    Raises ValueError where what is wanted cannot be a channel.
+    """
+    pieces: dict[tuple[str, float | None], list[Piece]] = {}
+    units: dict[tuple[str, float | None], str] = {}
+    useless: dict[str, str] = {}  # variables that cannot be channels, and why
+    for path in paths:
+        for key, unit, piece in pieces_in(path, useless, constants):
+            pieces.setdefault(key, []).append(piece)
+            if unit and units.setdefault(key, unit) != unit:
+                raise ValueError(
+                    f"{key[0]} is in {units[key]} in {pieces[key][0].path}, and in {unit} in {path}: "
+                    f"bring them to one unit"
+                )
+    asked = {re.split("[=@]", text)[-2 if "@" in text else -1] for text in channels or useless}
+    asked |= {split[1] for text in asked if (split := LEVEL.fullmatch(text))}
+    wanted = {other for name in asked for other in synonyms(name)}
+    for variable in useless.keys() & wanted:
+        raise ValueError(useless[variable])
+    return pieces, units
 
 
 def _default_name(key: tuple[str, float | None]) -> str:

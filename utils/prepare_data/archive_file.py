@@ -68,10 +68,13 @@ class Piece:
         return min(int(chunks.get(self.time_axis, 1)), len(self.times))
 
 
-def pieces_in(path: str, useless: dict[str, str]) -> Iterator[tuple[tuple[str, float | None], str, Piece]]:
+def pieces_in(
+    path: str, useless: dict[str, str], constants: bool = False
+) -> Iterator[tuple[tuple[str, float | None], str, Piece]]:
     """Yield ((variable, level), units, piece) for all that a file holds on a grid of latitudes and longitudes.
 
-    What cannot be a channel is noted in `useless`, with the reason.
+    What cannot be a channel is noted in `useless`, with the reason. For `constants` a variable needs no time, and has
+    its first one.
     """
     for dataset in open_archive(path):
         dataset = dataset.rename(_axis_names(dataset))
@@ -84,6 +87,8 @@ def pieces_in(path: str, useless: dict[str, str]) -> Iterator[tuple[tuple[str, f
                 useless[name] = f"{path}: {name} has axes {', '.join(values.dims)}, no latitude and longitude: {REGRID}"
                 continue
             times, time_axis = _times(path, values)
+            if constants and (times is None or len(times)):
+                times = np.zeros(1, np.int64)
             if times is None or not len(times):
                 continue  # a constant, such as a land mask, or a file without steps
             fixed = []

@@ -2,11 +2,12 @@
 
     python -m utils.prepare_data msl_*.nc vo850_*.nc --out data/mine --valid_from 2026-02-01
     python -m utils.prepare_data era5.zarr --out data/mine --channels t2m=2m_temperature z500=geopotential@500
+    python -m utils.prepare_data era5.zarr masks.nc --out data/mine --constants lsm zs
     python -m utils.prepare_data check data/mine
 
-The first two write OUT/train/YEAR.h5, and OUT/valid and OUT/test from the given dates on, with `time`, `latitude`,
+The first three write OUT/train/YEAR.h5, and OUT/valid and OUT/test from the given dates on, with `time`, `latitude`,
 `longitude`, names and units, and OUT/stats of the training part (utils/data/writer.py has the layout). Rows are put
-in order from the north, columns from 0 degrees east; no value is changed.
+in order from the north, columns from 0 degrees east; no value is changed. Constants go to OUT/stats/constants.h5.
 
 The archive is read once, in blocks of time, in bounded memory. OUT appears when it is complete. A run that was
 interrupted goes on after the last complete file when the same command is given again; one that found a fault in the
@@ -29,6 +30,7 @@ from tqdm import tqdm
 from utils.data.unfinished import check_new, hidden
 from utils.data.writer import LAYOUTS, DatasetWriter
 from utils.prepare_data.archive import Archive, date
+from utils.prepare_data.archive_file import REGRID
 from utils.prepare_data.check import check
 
 MEMORY_GB = 1.0
@@ -46,6 +48,7 @@ class Preparation:
     inputs: list[str]  # files of the archive, in any order
     out: str
     channels: list[str] | None  # see utils.prepare_data.archive.find; None for all that the files hold
+    constants: list[str]  # fields that do not change, named as channels: they need no time in the files
     valid_from: str | None  # from this date on the data are for validation
     test_from: str | None  # and from this one for tests
     fill: dict[str, float]  # what takes the place of missing values, by channel; elsewhere they are refused
@@ -57,14 +60,20 @@ class Preparation:
 
     def __post_init__(self):
         check_new(Path(self.out), self.overwrite)
-        archive = self.archive = Archive.open(self.inputs, self.channels, self.allow_gaps)
+        self.fixed = Archive.open(self.inputs, self.constants, constants=True) if self.constants else None
+        self.fixed_names = [channel.name for channel in self.fixed.channels] if self.fixed else []
+        archive = self.archive = Archive.open(self.inputs, self.channels, self.allow_gaps, leave_out=self.fixed_names)
+        if self.fixed and not all(
+            np.array_equal(getattr(self.fixed, axis), getattr(archive, axis)) for axis in ("latitude", "longitude")
+        ):
+            raise ValueError(f"{', '.join(self.fixed_names)} and the channels lie on different grids: {REGRID}")
         self.names = [channel.name for channel in archive.channels]
         for name in self.fill:
-            if name not in self.names:
+            if name not in self.names + self.fixed_names:
                 raise ValueError(f"--fill names {name!r}, which is no channel: they are {', '.join(self.names)}")
         self.files = split(archive.times, self.valid_from, self.test_from)
         self.shape = (len(self.names), len(archive.latitude), len(archive.longitude))
-        self.missing = dict.fromkeys(self.names, 0)
+        self.missing = dict.fromkeys(self.names + self.fixed_names, 0)
 
     def write(self) -> str:
         """Write the data set, and return a phrase on what was written."""
@@ -73,9 +82,10 @@ class Preparation:
         steps = _block(archive, min(self.memory_gb * 1e9 // frame, len(times)), frame)
         size = 0 if self.layout == "gzip" else len(times) * frame * np.dtype(self.dtype).itemsize // 4
         request = [[(path, *_age(Path(path))) for path in self.inputs], self.channels, self.valid_from, self.test_from]
-        request += [self.fill, self.allow_gaps, self.dtype, self.layout]
+        request += [self.fill, self.allow_gaps, self.dtype, self.layout, self.constants]
         units = [channel.units for channel in archive.channels]
         with hidden(Path(self.out), self.overwrite, size, "fewer files or channels", request) as scratch:
+            self._write_constants(scratch.new)  # first: a fault in them shows at once
             axes = archive.latitude, archive.longitude
             writer = DatasetWriter(scratch.new, self.names, units, *axes, self.dtype, self.layout)
             done = scratch.resume(writer, self.missing)
@@ -99,7 +109,23 @@ class Preparation:
         return (
             f"{len(times):,} time steps of {' x '.join(map(str, self.shape))} {self.dtype} to {self.out} ({parts}); "
             f"missing values: {f'{filled}, filled' if filled else 'none'}; channels: {' '.join(self.names)}"
+            f"{f'; constants: {chr(32).join(self.fixed_names)}' if self.fixed else ''}"
         )
+
+    def _write_constants(self, folder: Path) -> None:
+        """Write OUT/stats/constants.h5. Raises ValueError for missing values."""
+        if not self.fixed:
+            return
+        archive, frame = self.fixed, np.empty((len(self.fixed_names), *self.shape[1:]), np.float32)
+        for name in self.fixed_names:
+            self.missing[name] = 0
+        for c, values in archive.read(0, 1):
+            frame[c] = self._filled(self.fixed_names[c], values, archive, "in all")[0]
+        units = [channel.units for channel in archive.channels]
+        writer = DatasetWriter(folder, self.fixed_names, units, archive.latitude, archive.longitude)
+        writer.add_file("stats/constants", None)
+        writer.write("stats/constants", 0, torch.from_numpy(frame))
+        writer.close("stats/constants")
 
     def _write_block(self, writer: DatasetWriter, name: str, start: int, first: int, last: int) -> None:
         """Write steps `first` to `last` of a file that begins with step `start`."""
@@ -114,18 +140,7 @@ class Preparation:
         block = np.empty((last - first, *self.shape), dtype)
         for c, values in archive.read(first, last):
             name = self.names[c]
-            bad = ~(np.abs(values) < LARGEST)  # NaN, infinity, and the huge number that some archives fill with
-            count = int(bad.sum())
-            if count and name not in self.fill:
-                t, y, x = np.unravel_index(bad.argmax(), bad.shape)
-                where = f"{date(archive.times[first + t])}, {archive.latitude[y]:g}N {archive.longitude[x]:g}E"
-                raise ValueError(
-                    f"{name} has {count:,} missing or infinite values in a block of {last - first} steps, the first at "
-                    f"{where}: leave the channel out, or give --fill {name}=VALUE"
-                )
-            if count:
-                self.missing[name] += count
-                values = np.where(bad, self.fill[name], values)
+            values = self._filled(name, values, archive, f"in a block of {last - first} steps", first)
             with np.errstate(over="ignore"):
                 block[:, c] = values
             if dtype == "float16" and not np.isfinite(block[:, c]).all():
@@ -134,6 +149,28 @@ class Preparation:
             if dtype == "float16" and np.count_nonzero(block[:, c]) < np.count_nonzero(values):
                 raise ValueError(f"{name} has values below 6e-8, which float16 turns into 0: take --dtype float32")
         return block
+
+    def _filled(
+        self, name: str, values: np.ndarray, archive: Archive, where: str, first: int | None = None
+    ) -> np.ndarray:
+        """Return values [T, H, W] with missing ones filled, and count these. Raises ValueError where they may not be.
+
+        Args:
+            first: the step that the values begin with; None for constants.
+        """
+        bad = ~(np.abs(values) < LARGEST)  # NaN, infinity, and the huge number that some archives fill with
+        count = int(bad.sum())
+        if count and name not in self.fill:
+            t, y, x = np.unravel_index(bad.argmax(), bad.shape)
+            when = "" if first is None else f"{date(archive.times[first + t])}, "
+            raise ValueError(
+                f"{name} has {count:,} missing or infinite values {where}, the first at {when}{archive.latitude[y]:g}N "
+                f"{archive.longitude[x]:g}E: leave the channel out, or give --fill {name}=VALUE"
+            )
+        if not count:
+            return values
+        self.missing[name] += count
+        return np.where(bad, self.fill[name], values)
 
 
 def split(times: np.ndarray, valid_from: str | None, test_from: str | None) -> list[tuple[str, int, int]]:
@@ -210,6 +247,9 @@ def _arguments(argv: list[str]) -> dict:
     parser.add_argument("inputs", nargs="+", help="NetCDF or GRIB files, Zarr folders; each holds what it likes")
     parser.add_argument("--out", required=True, help="folder to create")
     parser.add_argument("--channels", nargs="+", metavar="NAME[=VARIABLE[@LEVEL]]", help="what to take, in this order")
+    parser.add_argument(
+        "--constants", nargs="+", default=[], metavar="NAME[=VARIABLE[@LEVEL]]", help="fields that do not change: masks"
+    )
     parser.add_argument("--valid_from", metavar="DATE", help="the data from this date on are for validation")
     parser.add_argument("--test_from", metavar="DATE", help="those from this date on are for tests")
     parser.add_argument("--fill", nargs="+", default=[], metavar="NAME=VALUE", help="value for missing ones")

@@ -99,6 +99,8 @@ class RunLogger(Observer):
             *(len(data.train_pairs), len(data.valid_pairs), len(fields.in_names), len(fields.out_names)),
             *(*config.img_size, H, W, fields.hours),
         )
+        if fields.forcings.names:
+            logging.info("Beside the state: %s", ", ".join(fields.forcings.names))
         logging.info("Reading: %s", data.reading)
         logging.info(
             "Batch: %d = %d a pass x %d data-parallel rank(s) x %d accumulation step(s); "

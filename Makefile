@@ -129,6 +129,7 @@ slurm: $(TOOLS)
 skill: data/demo
 	$(PYTHON) benchmarks/skill.py --config=demo --json benchmarks/results/skill_demo.json
 	$(PYTHON) benchmarks/skill.py --config=era5_djf --json benchmarks/results/skill_era5_djf.json
+	$(PYTHON) benchmarks/ensembles.py --json benchmarks/results/ensembles.json
 
 # What large grids hold and send, computed on this machine: chapter 2's table.
 simulate: $(READY)

@@ -27,16 +27,17 @@ from utils.run.setup import prepare
 
 @torch.no_grad()
 def rollout(
-    models: dict[str, nn.Module], data: ForecastData, config: Config
+    models: dict[str, nn.Module], data: ForecastData, config: Config, numbers: list[int]
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """Yield, for each lead time, the truth and the forecasts of persistence and of each model, [B C H W] in units.
 
-    They are those of the next batch of initial times that `data` reads.
+    They are those of the next batch of initial times that `data` reads, `numbers`.
     """
     frames = data.read()
     initial, known = next(frames)
     persistence = data.persistence(initial)
-    states = dict.fromkeys(models, data.as_input(initial, known))
+    first = data.as_input(initial, known)
+    states = {name: data.begun(name, first, numbers) for name in models}
     for _ in range(data.steps):
         with autocast(config, data.device):
             forecasts = {name: model(states[name]).to(states[name].dtype) for name, model in models.items()}
@@ -50,14 +51,14 @@ def main(world: World, argv: list[str]) -> None:
         settings, config, info, remarks = load_evaluation(argv)
         device = prepare(config, world.local_rank)
         data = ForecastData(config, settings, device, info)
-        models = load_forecasters(lambda: build_model(config, data.fields, device), settings, info)
-        for model in models.values():
+        models = load_forecasters(lambda config: build_model(config, data.fields, device), settings, config, info)
+        for model in set(models.values()):
             model.to(device).eval()
             if config.enable_jit:
                 compile_modules(model, config.compile_modules, config.compile_mode)
     with EvaluationRun(settings, config, info, data, list(models), world, remarks) as run:
         for numbers in run.batches():
-            run.judge.keep(numbers, rollout(models, data, config))
+            run.judge.keep(numbers, rollout(models, data, config, numbers))
         run.finish()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import certificate, combinations, ladder_report, loader, simulate, skill, step  # noqa: E402
+from benchmarks import certificate, combinations, ensembles, ladder_report, loader, simulate, skill, step  # noqa: E402
 from docs.figures import roofline  # noqa: E402
 from utils.measure import advice  # noqa: E402
 from utils.measure.tables import markdown  # noqa: E402
@@ -119,6 +119,7 @@ TABLES = {
     "loader.table": lambda: loader.table(*measured("loader")),
     "roofline.table": roofline.table,
     "skill.demo": lambda: skill.table(record("skill_demo")["cases"], "demo"),
+    "ensembles": lambda: ensembles.table(record("ensembles")["cases"]),
     "skill.era5_djf": lambda: skill.table(record("skill_era5_djf")["cases"], "era5_djf"),
     "simulate.table": lambda: simulate.table(record("simulate")["grids"]),
     "step.savers": lambda: step.savers_table(*measured("step")),

@@ -181,7 +181,7 @@ def forecast(folder: Path, flags: list[str]) -> list[str]:
     model = to_gpu(train.build_model(config, data.fields, GPU)).eval()
     weights = row_weights(data.fields.latitude).to(GPU)
     with Waits() as waits:
-        forecasts = evaluate.rollout({"model": model}, data, config)
+        forecasts = evaluate.rollout({"model": model}, data, config, [0, 1])
         for _ in range(data.steps):
             truth, found = next(forecasts)
             usual = data.climate.at(data.seconds(0, 1))

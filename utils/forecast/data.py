@@ -22,6 +22,7 @@ from utils.data.read_ahead import Read
 from utils.data.to_device import DeviceCopies, normalisers
 from utils.errors import ReadError
 from utils.forecast.climatology import Climatology
+from utils.forecast.ensemble import MEMBER, Perturbations
 from utils.forecast.model import InUnits
 from utils.forecast.settings import Evaluation
 
@@ -135,6 +136,9 @@ class ForecastData(Forecasts):
         self.climate = Climatology(fields, settings.climatology, device, config.local_batch_size + 1)
         self.in_units = InUnits(fields, device)
         self.beside = ForcingFields(fields.forcings).to(device)
+        is_forecast = np.isin(fields.inputs, fields.outputs)
+        scale = np.where(is_forecast, fields.stds[fields.inputs], 0)
+        self.perturbations = Perturbations(self.readers[0], settings.perturb or 0, scale, device)
 
     def __len__(self) -> int:
         return len(self.stretches)
@@ -203,6 +207,14 @@ class ForecastData(Forecasts):
         """Return what the model reads first, normalised, of initial states and what else is known of their time."""
         x = self.normalise(raw.clone())  # a frame is valid until the next one comes
         return torch.cat([x, known], dim=1) if known.shape[1] else x
+
+    def begun(self, name: str, first: Tensor, numbers: list[int]) -> Tensor:
+        """Return what a model of this name reads first, of what all would read: members of an ensemble, their own."""
+        if not (self.perturbations.size and name.startswith(MEMBER)):
+            return first
+        state = first.clone()
+        state[:, : len(self.fields.inputs)] += self.perturbations.at(numbers, int(name.removeprefix(MEMBER)) - 1)
+        return state
 
     def find_nonfinite(self, forecast: int) -> None:
         """Raise ReadError, with the place, for the first value that is not finite among a forecast's frames."""

@@ -9,6 +9,7 @@ import torch
 
 from utils.config.settings import FIELDS
 from utils.forecast.data import ForecastData
+from utils.forecast.ensemble import MEAN, MEMBER
 from utils.forecast.judge import Judge
 from utils.forecast.results import Results
 from utils.forecast.run import ForecastRun, beside, seen, seen_model
@@ -26,15 +27,20 @@ class EvaluationRun(ForecastRun):
     data: ForecastData
 
     def __post_init__(self):
+        self.members = [name for name in self.models if name.startswith(MEMBER)]
+        if self.members:
+            self.models = [*self.models, MEAN]
         super().__post_init__()
-        self.judge = Judge(self.data, self.store, self.writer)
+        self.judged = [self.models[0], MEAN] if self.members else self.models
+        self.judge = Judge(self.data, self.store, self.judged, self.members, self.writer)
 
     def finish(self) -> None:
         """Make scores and pictures, on rank 0, of the forecasts of all ranks. Raises WriteError."""
         if self.world.rank == 0:
             from utils.forecast.report import report  # Matplotlib and TensorBoard: the other ranks need not read them
 
-            results = Results(self.settings, self.data, self.store, self.models, self.info and self.info["iteration"])
+            iteration = self.info and self.info["iteration"]
+            results = Results(self.settings, self.data, self.store, self.judged, iteration, len(self.members))
             with self.store.writing():
                 report(results)
 
@@ -54,8 +60,9 @@ class EvaluationRun(ForecastRun):
         return {
             "format": FORMAT,
             "torch": torch.__version__,
-            "checkpoint": seen_model(Path(settings.checkpoint)),
+            "checkpoint": [seen_model(Path(source)) for source in settings.checkpoint],
             "models": self.models,
+            "perturb": settings.perturb,
             "files": [[str(Path(path).resolve()), *stamp] for path, stamp in zip(data.files.paths, data.files.stamps)],
             "statistics": [seen(path) for path in statistics_of(config).values()],
             "climatology": settings.climatology and seen(settings.climatology),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from utils.forecast.data import ForecastData
+from utils.forecast.ensemble import MEAN, ensemble_moments, rank_histogram
 from utils.forecast.skill import moments, row_weights, zonal_spectrum
 from utils.forecast.store import ForecastStore
 from utils.forecast.writer import ForecastWriter
@@ -19,11 +20,17 @@ class Judge:
     """Keeps of each forecast its moments, its spectra at some lead times, and of the first one also its maps.
 
     Args:
+        models: the forecasts to judge beside persistence, by name.
+        members: those that make an ensemble, whose mean is one more forecast; there may be none.
         writer: where whole forecasts go; None for nowhere.
     """
 
-    def __init__(self, data: ForecastData, store: ForecastStore, writer: ForecastWriter | None):
+    def __init__(
+        self, data: ForecastData, store: ForecastStore, models: list[str], members: list[str],
+        writer: ForecastWriter | None,
+    ):  # fmt: skip
         self.data, self.store, self.writer = data, store, writer
+        self.models, self.members = models, members
         self.weights = row_weights(data.fields.latitude).to(data.device)
 
     def keep(self, numbers: list[int], steps: Iterator[tuple[Tensor, dict[str, Tensor]]]) -> None:
@@ -34,12 +41,16 @@ class Judge:
             steps: yields, for each lead time, the truth and each source's forecast, all [B, C, H, W] in units.
         """
         places = {n: b for b, n in enumerate(numbers)}
-        kept: dict[int, dict[str, list[np.ndarray]]] = {n: {"moments": [], "spectra": [], "maps": []} for n in places}
+        names = "moments", "spectra", "maps", "ensemble", "ranks"
+        kept: dict[int, dict[str, list[np.ndarray]]] = {n: {name: [] for name in names} for n in places}
         for k, (truth, forecasts) in enumerate(steps):
             for n, b in places.items():
-                self._look(kept[n], n, k, truth[b], {name: x[b] for name, x in forecasts.items()})
+                found = {name: x[b] for name, x in forecasts.items()}
+                if self.members:
+                    found[MEAN] = self._look_at_ensemble(kept[n], k, truth[b], found)
+                self._look(kept[n], n, k, truth[b], {name: found[name] for name in ("persistence", *self.models)})
                 if self.writer:
-                    written = {name: x[b] for name, x in forecasts.items() if name != "persistence"}
+                    written = {name: x for name, x in found.items() if name != "persistence"}
                     with self.store.writing():
                         self.writer.add(n, k, written)
         for n, lists in kept.items():
@@ -65,3 +76,11 @@ class Judge:
             every = data.map_stride
             maps = [x[data.fields.plot_channels, ::every, ::every].float() for x in (truth, *forecasts.values())]
             kept["maps"].append(torch.stack(maps).cpu().numpy())
+
+    def _look_at_ensemble(self, kept: dict[str, list], k: int, truth: Tensor, forecasts: dict[str, Tensor]) -> Tensor:
+        """Keep what is wanted of the members at step k, and return their mean."""
+        members, true = torch.stack([forecasts[name] for name in self.members]).double(), truth.double()
+        kept["ensemble"].append(ensemble_moments(members, true, self.weights).cpu().numpy())
+        if k in self.data.shown_steps:
+            kept["ranks"].append(rank_histogram(members, true, self.weights[:, 0]).cpu().numpy())
+        return members.mean(dim=0).float()

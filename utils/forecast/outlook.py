@@ -80,7 +80,7 @@ class OutlookRun(ForecastRun):
         return {
             "format": FORMAT,
             "torch": torch.__version__,
-            "checkpoint": seen_model(Path(settings.checkpoint)),
+            "checkpoint": seen_model(settings.source),
             "weights": settings.weights,
             "initial": data.stamps,
             "starts": [data.date(n) for n in range(len(data))],

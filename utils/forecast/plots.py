@@ -11,12 +11,14 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from utils.forecast.data import ForecastData
+from utils.forecast.ensemble import CONTROL, MEAN, MEMBER
 from utils.forecast.maps import Maps
 from utils.forecast.results import Results
 from utils.forecast.skill import INTERVAL
 
 COLOURS = {"persistence": "tab:gray", "climatology": "tab:green", "model": "tab:blue", "ema": "tab:orange"}
-LINES = {"ema": "--"} | dict.fromkeys(("persistence", "climatology", "model"), "-")
+COLOURS |= {CONTROL: "tab:blue", f"{MEMBER}01": "tab:blue", MEAN: "tab:red"}
+LINES = dict.fromkeys(COLOURS, "-") | {"ema": "--"}
 
 
 def draw_all(results: Results) -> list[Path]:
@@ -32,6 +34,8 @@ def draw_all(results: Results) -> list[Path]:
         figures[f"skill_{name}"] = skill_figure(data, c, results.sources, scores)
         figures[f"maps_{name}"] = maps.figure(c, data.shown_steps, forecasts, truths, source)
         figures[f"spectra_{name}"] = spectra_figure(data, c, results.models, np.delete(spectra[:, :, c], 1, axis=1))
+        if results.members:
+            figures[f"ensemble_{name}"] = ensemble_figure(results, c)
     for s, model in enumerate(results.models, 1):
         figures[f"scorecard_{model}"] = scorecard_figure(data, model, scores["rmse_over_persistence"][:, :, s, :, 0])
     paths = [folder / f"{name}.png" for name in figures]
@@ -66,6 +70,38 @@ def skill_figure(data: ForecastData, c: int, sources: list[str], scores: dict) -
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False)
     figure.suptitle(f"{data.fields.out_names[c]}: {data.period}; bands hold {INTERVAL:.0%}", fontsize=10)
+    return figure
+
+
+def ensemble_figure(results: Results, c: int) -> Figure:
+    """Draw the spread of channel `c` beside the error of the mean, and where among the members the truth lies."""
+    data, days = results.data, np.array(results.data.lead_hours) / 24
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2)
+    error = results.scores["rmse"][:, :, results.sources.index(MEAN), c, 0]
+    for values, label, colour in (
+        (error, "RMSE of the mean", COLOURS[MEAN]),
+        (results.ensemble["spread"][..., c, 0], "spread", "tab:purple"),
+        (results.ensemble["crps"][..., c, 0], "fair CRPS", "tab:brown"),
+    ):
+        axes[0].plot(days, values[0], color=colour, label=label, marker="." if len(days) < 40 else "")
+        axes[0].fill_between(days, *values[1:], color=colour, alpha=0.2, linewidth=0)
+    axes[0].set(ylabel=data.fields.label(c), xlabel="lead time [days]", xlim=(0, None), ylim=(0, None))
+    axes[0].set_title("spread and error should agree")
+    places = np.arange(results.members + 1)
+    for i, k in enumerate(data.shown_steps):
+        alpha = 0.35 + 0.65 * i / max(len(data.shown_steps) - 1, 1)
+        label = f"{data.lead_hours[k]:g} h"
+        axes[1].stairs(
+            results.ranks[i, c], np.arange(len(places) + 1) - 0.5, label=label, color="tab:purple", alpha=alpha
+        )
+    axes[1].axhline(1 / len(places), color="black", linewidth=0.8)
+    axes[1].set(xlabel="members below the truth", ylabel="part of the globe", ylim=(0, None))
+    axes[1].set_title("flat is right; high at the ends: too little spread")
+    for one in axes:
+        one.grid(alpha=0.3)
+        one.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{data.fields.out_names[c]}: {results.members} members, {data.period}", fontsize=10)
     return figure
 
 

@@ -28,6 +28,8 @@ def report(results: Results) -> None:
     _write_json(results)
     _write_csv(results)
     _log(results)
+    if results.members:
+        _log_ensemble(results)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of each animation
     pictures = draw_all(results)
     _show(results, pictures)
@@ -51,7 +53,9 @@ def _warn_of_nonfinite(results: Results) -> None:
 def _write_json(results: Results) -> None:
     data, spectra = results.data, results.spectra
     text = {
-        "checkpoint": results.settings.checkpoint,
+        "checkpoint": results.settings.checkpoint[0]
+        if len(results.settings.checkpoint) == 1
+        else results.settings.checkpoint,
         "iteration": results.iteration,
         "forecasts": len(data),
         "first": data.date(0),
@@ -82,6 +86,22 @@ def _write_json(results: Results) -> None:
             },
         },
     }
+    if results.members:
+        text["ensemble"] = {
+            "members": results.members,
+            "perturb": results.settings.perturb,
+            "scores": {
+                score: {
+                    weighting: {name: values[:, :, c, a].T for c, name in enumerate(data.fields.out_names)}
+                    for a, weighting in enumerate(WEIGHTINGS)
+                }
+                for score, values in results.ensemble.items()
+            },
+            "ranks": {
+                "lead_hours": [data.lead_hours[k] for k in data.shown_steps],
+                **{name: results.ranks[:, c] for c, name in enumerate(data.fields.out_names)},
+            },
+        }
     write_text(results.folder / "skill.json", to_json(text, indent=1) + "\n")
 
 
@@ -89,11 +109,15 @@ def _write_csv(results: Results) -> None:
     data, text = results.data, io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["source", "channel", "units", "lead_hours", "score", "weighting", "value", "low", "high"])
-    axes = map(enumerate, (results.sources, data.fields.out_names, data.lead_hours, WEIGHTINGS))
+    axes = [list(enumerate(x)) for x in (results.sources, data.fields.out_names, data.lead_hours, WEIGHTINGS)]
     for (score, values), *places in itertools.product(results.scores.items(), *axes):
         (s, source), (c, name), (k, hours), (a, weighting) = places
         units = data.fields.units[c] if score not in ("acc", "acc_pooled", "rmse_over_persistence") else ""
         table.writerow([source, name, units, hours, score, weighting, *values[:, k, s, c, a]])
+    for (score, values), *places in itertools.product(results.ensemble.items(), *axes[1:]) if results.members else ():
+        (c, name), (k, hours), (a, weighting) = places
+        units = "" if score == "spread_skill" else data.fields.units[c]
+        table.writerow(["ensemble", name, units, hours, score, weighting, *values[:, k, c, a]])
     write_text(results.folder / "skill.csv", text.getvalue())
 
 
@@ -128,6 +152,22 @@ def _log(results: Results) -> None:
             persistence = _longest(data.lead_hours, ratio[2, :, s, c])
             text += f", and the whole interval below persistence's up to {persistence:g} h"
         logging.info("%s, %s: %s", name, data.fields.out_names[c], text)
+
+
+def _log_ensemble(results: Results) -> None:
+    """Log the ensemble's scores of the shown channels at some lead times."""
+    data, found = results.data, results.ensemble
+    logging.info(
+        "Ensemble of %d: spread over the error of its mean (1 is right), fair CRPS, and where the truth lies outside",
+        results.members,
+    )
+    for c, (i, k) in itertools.product(data.fields.plot_channels, enumerate(data.shown_steps)):
+        ratio, crps = (found[score][0, k, c, 0] for score in ("spread_skill", "crps"))
+        outside = results.ranks[i, c, 0] + results.ranks[i, c, -1]
+        logging.info(
+            "  %s, %g h: %.2f; %.4g; %.0f%% of the globe, where %.0f%% would be right",
+            *(data.fields.label(c), data.lead_hours[k], ratio, crps, 100 * outside, 200 / (results.members + 1)),
+        )
 
 
 def _longest(lead_hours: list[float], ratios: np.ndarray) -> float:

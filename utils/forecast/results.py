@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from utils.forecast.data import ForecastData
+from utils.forecast.ensemble import MEAN, summarise_ensemble
 from utils.forecast.settings import Evaluation
-from utils.forecast.skill import summarise
+from utils.forecast.skill import MOMENTS, summarise
 from utils.forecast.store import ForecastStore
 
 
@@ -21,7 +22,7 @@ class Results:
     """The scores and spectra of all forecasts, made of what is kept of each.
 
     Attributes:
-        models: their names.
+        models: the names of those that are judged.
         iteration: after which the model was saved; None for exported weights.
     """
 
@@ -30,6 +31,7 @@ class Results:
     store: ForecastStore
     models: list[str]
     iteration: int | None
+    members: int = 0  # of an ensemble
 
     @property
     def folder(self) -> Path:
@@ -60,6 +62,20 @@ class Results:
     def scores(self) -> dict[str, np.ndarray]:
         """Each score with its interval, [3, K, S, C, A]: value, low, high."""
         return summarise(self.store.all("moments"), len(self.data), self.block)
+
+    @cached_property
+    def ensemble(self) -> dict[str, np.ndarray]:
+        """Each score of the ensemble with its interval, [3, K, C, A]: value, low, high."""
+        kept = np.stack(list(self.store.all("ensemble")))
+        squares = np.stack(
+            [x[:, self.sources.index(MEAN), ..., MOMENTS.index("ee")] for x in self.store.all("moments")]
+        )
+        return summarise_ensemble(kept, squares, self.members, self.block)
+
+    @cached_property
+    def ranks(self) -> np.ndarray:
+        """How often so many members lie below the truth, [lead times shown, C, members + 1]."""
+        return sum(self.store.all("ranks")) / len(self.data)
 
     @cached_property
     def spectra(self) -> np.ndarray:

@@ -39,7 +39,7 @@ class ForecastRun:
     config: Config
     info: dict[str, Any] | None  # of the checkpoint; None for exported weights
     data: Forecasts
-    models: list[str]  # their names
+    models: list[str]  # their names, as forecasts are written
     world: World
     remarks: list[str]  # for the log
 
@@ -47,7 +47,7 @@ class ForecastRun:
         settings, data, world, self.folder = self.settings, self.data, self.world, self.results_folder()
         self.store = ForecastStore(self.folder, len(data))
         self.handlers: list[logging.Handler] = []
-        mine = settings.checkpoint  # a training that goes on may have written another one meanwhile
+        mine = list(settings.checkpoint)  # a training that goes on may have written another one meanwhile
         first: list[Any] = [mine]
         dist.broadcast_object_list(first)
         share_error(f"the newest checkpoint is {mine}, on rank 0 {first[0]}: name one" if mine != first[0] else None)
@@ -113,7 +113,7 @@ class ForecastRun:
         after = f", after {self.info['iteration']} iterations" if self.info else ""
         return {
             "title": f"Forecasts of the weather up to {self.data.lead_hours[-1]:g} hours ahead",
-            "source": f"vision transformer {name_of(Path(self.settings.checkpoint))}{after}",
+            "source": f"vision transformer {name_of(self.settings.source)}{after}",
             "history": f"forecast from {self.data.origin}",
         }
 
@@ -130,7 +130,7 @@ class ForecastRun:
             if remark:
                 logging.info(remark)
         after = f", after {self.info['iteration']} iterations" if self.info else ""
-        logging.info("Model: %s%s", settings.checkpoint, after)
+        logging.info("Model: %s%s", ", ".join(settings.checkpoint), after)
         logging.info("%s, %g h in %d step(s) of %s", data.period, data.lead_hours[-1], data.steps, data.fields.hours)
         self.describe()
         logging.info("Results: %s%s", self.folder, f" ({there} forecasts are there already)" if there else "")
@@ -164,7 +164,7 @@ def beside(settings: Asked, name: str) -> Path:
     """Return where the results of this name go: into the run's folder, or beside the weights, unless `--out` says."""
     if settings.out is not None:
         return Path(settings.out).resolve()
-    source = Path(settings.checkpoint)
+    source = settings.source
     if source.is_dir():
         in_run = source.parent.name == "checkpoints"  # <run>/checkpoints/00000128
         return source.parent.parent / name if in_run else source.with_name(f"{source.name}_{name}")

@@ -13,6 +13,7 @@ from utils.checkpoint.weights import choose, read_weights, set_weights
 from utils.config.reader import YAML_CONFIG, cast, load_config, move_data, parse
 from utils.config.settings import FIELDS, Config, affecting, key
 from utils.data.files import channel_indices
+from utils.forecast.ensemble import CONTROL, MEMBER
 from utils.forecast.projections import find_projection
 from utils.forecast.trained import STATISTICS, Trained, config_of, forgotten, is_exported, read_exported
 from utils.forecast.writer import KINDS, NAMES
@@ -24,12 +25,17 @@ _flag = partial(key, affects="evaluation")
 class Asked:
     """What evaluate.py and forecast.py both are asked for; each field is a flag."""
 
-    checkpoint: str | None = _flag(None, "folder of a run, or of one of its checkpoints, or an exported model")
+    checkpoint: list[str] | None = _flag(None, "folder of a run, or of one of its checkpoints, or an exported model")
     best: bool = _flag(False, "of a run the checkpoint with the lowest validation loss, not the newest")
     out: str | None = _flag(None, "folder of the results: in the run's folder, or beside the model")
     lead_hours: float = _flag(120.0, "longest lead time", at_least=0)
     names: str = _flag("own", "of written variables: the channels', or WeatherBench's (with levels)", choices=NAMES)
     projection: str = _flag("plain", "of the maps: plain latitude and longitude, or a class of cartopy.crs")
+
+    @property
+    def source(self) -> Path:
+        """The model, or the first of several."""
+        return Path(self.checkpoint[0])
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,10 @@ class Evaluation(Asked):
     """What evaluate.py does with a model."""
 
     weights: str = _flag("all", "weights to forecast with; ema: their average", choices=("all", "raw", "ema"))
+    perturb: float | None = _flag(
+        None, "size of what ensembles add to initial states; 1: as weather varies", at_least=0
+    )
+    members: int = _flag(8, "of such an ensemble, of each model: an even number", at_least=2)
     stride: int = _flag(1, "forecasts begin at every so-many-th time that has all of its truth", at_least=1)
     climatology: str | None = _flag(None, "means of each day of the year (NetCDF, Zarr) in place of time_means")
     block_hours: float = _flag(24.0, "length of the blocks of times that the bootstrap draws", at_least=0)
@@ -79,7 +89,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
     Raises ValueError as `load_config` does, and where there is no such checkpoint.
     """
     evaluation, given, yaml_config = _parse(argv, Evaluation, "Forecasts of a trained model: skill, pictures.")
-    source, info = Path(evaluation.checkpoint), None
+    source, info = evaluation.source, None
     if evaluation.best and (source.is_file() or is_exported(source) or checkpoint.is_name(source.name)):
         raise ValueError(f"best chooses among a run's checkpoints, and {source} is one thing: leave --best out")
     if source.is_file():
@@ -89,12 +99,8 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
         for name in ("config", "yaml_config"):
             if name in given or (name == "yaml_config" and yaml_config):
                 raise ValueError(f"{name} is for a file of weights: {source} knows its training; leave --{name} out")
-        if is_exported(source):
-            config, info = read_exported(source)
-        else:
-            source, info = choose(source, evaluation.best)
-            config = config_of(info)
-    config, remarks = replace(config, **forgotten()), []
+        source, config, info = _known(source, evaluation.best)
+    config, remarks = replace(config, **forgotten()), _check_ensemble(evaluation)
     if source.is_file() or is_exported(source):
         config = replace(config, init_from=str(source))
     if given.get("data_dir") is not None:
@@ -105,7 +111,46 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
         config = moved
     given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or 1
     config = replace(config, **{name: x for name, x in given.items() if name in FIELDS})
-    return replace(evaluation, checkpoint=str(source)), config, info, remarks
+    others = [_other_model(Path(other), evaluation.best, source, info) for other in evaluation.checkpoint[1:]]
+    sources = (source, *others)
+    if len(set(sources)) < len(sources):
+        raise ValueError(f"checkpoint names {sources[0]} or another one twice: give different models")
+    return replace(evaluation, checkpoint=tuple(map(str, sources))), config, info, remarks
+
+
+def _check_ensemble(evaluation: Evaluation) -> list[str]:
+    """Return a remark where a flag changes nothing. Raises ValueError for what makes no ensemble."""
+    if evaluation.perturb is None:
+        default = flags(Evaluation)["members"].default
+        return ["members changes nothing without --perturb"] if evaluation.members != default else []
+    if not evaluation.perturb:
+        raise ValueError("perturb is 0, and members would be alike: take more, such as 0.1, or leave it out")
+    if evaluation.members % 2:
+        raise ValueError(f"members is {evaluation.members}, and they come in pairs: take an even number")
+    return []
+
+
+def _known(source: Path, best: bool = False) -> tuple[Path, Config, dict[str, Any]]:
+    """Return a checkpoint or an exported folder, the configuration of its training, and what is known of that."""
+    if is_exported(source):
+        return source, *read_exported(source)
+    source, info = choose(source, best)
+    return source, config_of(info), info
+
+
+def _other_model(source: Path, best: bool, first: Path, info: dict[str, Any] | None) -> Path:
+    """Return one more model of an ensemble.
+
+    Raises ValueError where it does not know its training, and where its data were others than those of the first.
+    """
+    for one in (first, source):
+        if one.is_file():
+            raise ValueError(f"{one} holds weights alone: an ensemble takes runs, checkpoints and exported folders")
+    source, _, about = _known(source, best)
+    for what, there in about["data"].items():
+        if info["data"].get(what) != there:
+            raise ValueError(f"{source} was trained with other {what} than {first}: an ensemble's models have the same")
+    return source
 
 
 def load_outlook(argv: list[str]) -> tuple[Outlook, Config, Trained]:
@@ -115,10 +160,12 @@ def load_outlook(argv: list[str]) -> tuple[Outlook, Config, Trained]:
     """
     outlook, given, yaml_config = _parse(argv, Outlook, "A forecast of what is not known yet.")
     if yaml_config:
-        raise ValueError(f"yaml_config is not needed: {outlook.checkpoint} knows its training; leave it out")
+        raise ValueError(f"yaml_config is not needed: {outlook.source} knows its training; leave it out")
     if outlook.initial is None:
         raise ValueError("initial is None: give training files, or an archive (NetCDF, Zarr, GRIB), to start from")
-    source, ema = Path(outlook.checkpoint), outlook.weights == "ema"
+    if len(outlook.checkpoint) > 1:
+        raise ValueError(f"checkpoint names {len(outlook.checkpoint)} models, and forecast.py takes one")
+    source, ema = outlook.source, outlook.weights == "ema"
     trained = Trained.open(source, outlook.best, ema, given.get("data_dir"))
     given["local_batch_size"] = given.get("local_batch_size") or 1
     given.pop("data_dir", None)
@@ -126,7 +173,7 @@ def load_outlook(argv: list[str]) -> tuple[Outlook, Config, Trained]:
     if (shown := given.get("plot_channels")) is not None:
         numbers = channel_indices(tuple(trained.fields.out_names), tuple(shown), 0, "plot_channels")
         trained = replace(trained, fields=replace(trained.fields, plot_channels=numbers))
-    return replace(outlook, checkpoint=str(trained.source)), config, trained
+    return replace(outlook, checkpoint=(str(trained.source),)), config, trained
 
 
 def _parse(argv: list[str], kind: type[Asked], text: str) -> tuple[Any, dict[str, Any], Any]:
@@ -143,33 +190,64 @@ def _parse(argv: list[str], kind: type[Asked], text: str) -> tuple[Any, dict[str
     what = "the folder of a run, one of its checkpoints, or an exported model"
     if asked.checkpoint is None:
         raise ValueError(f"checkpoint is None: give {what}")
-    source = Path(asked.checkpoint).resolve()
-    if not source.exists():
-        raise ValueError(f"no {source}: give {what}")
+    sources = [Path(source).resolve() for source in asked.checkpoint]
+    for source in sources:
+        if not source.exists():
+            raise ValueError(f"no {source}: give {what}")
     find_projection(asked.projection)  # before any library opens an archive
-    return replace(asked, checkpoint=str(source)), given, yaml_config
+    return replace(asked, checkpoint=tuple(map(str, sources))), given, yaml_config
 
 
 def load_forecasters(
-    build: Callable[[], nn.Module], evaluation: Evaluation, info: dict[str, Any] | None
+    build: Callable[[Config], nn.Module], evaluation: Evaluation, config: Config, info: dict[str, Any] | None
 ) -> dict[str, nn.Module]:
-    """Return the models to evaluate by their names: `model`, and `ema` with the moving average of its weights.
+    """Return the models to evaluate by the names of their forecasts.
+
+    `model`, and `ema` with the moving average of its weights; or of an ensemble `member01` and so on, and with
+    perturbations before them `control`, the first model from the state as it is.
 
     Args:
-        build: makes the model; with the weights, where they are an exported file.
-        info: of the checkpoint; None for exported weights.
+        build: makes a model; with the weights, where they are an exported file.
+        config: of the first model.
+        info: of its checkpoint; None for a file of weights.
 
     Raises ValueError where there is no moving average, and one is asked for.
     """
+    sources = [Path(source) for source in evaluation.checkpoint]
+    if len(sources) == 1 and evaluation.perturb is None:
+        return _alone(build, evaluation, config, info)
+    nets = [_alone(build, replace(evaluation, weights=_one_kind(evaluation)), config, info)]
+    for source in sources[1:]:
+        _, theirs, other = _known(source)
+        taken = {name: getattr(theirs, name) for name in affecting("training")}
+        one = replace(evaluation, checkpoint=(str(source),), weights=_one_kind(evaluation))
+        start = str(source) if is_exported(source) else None
+        nets.append(_alone(build, one, replace(config, init_from=start, **taken), other))
+    found = [next(iter(models.values())) for models in nets]
+    if evaluation.perturb is None:
+        return {f"{MEMBER}{i + 1:02d}": net for i, net in enumerate(found)}
+    members = [net for net in found for _ in range(evaluation.members)]
+    return {CONTROL: found[0]} | {f"{MEMBER}{i + 1:02d}": net for i, net in enumerate(members)}
+
+
+def _one_kind(evaluation: Evaluation) -> str:
+    """Return the weights that an ensemble takes: one kind of each model."""
+    return "ema" if evaluation.weights == "ema" else "raw"
+
+
+def _alone(
+    build: Callable[[Config], nn.Module], evaluation: Evaluation, config: Config, info: dict[str, Any] | None
+) -> dict[str, nn.Module]:
+    """Return one model, and the same with the moving average of its weights, as far as they are asked for."""
     wanted = {"all": ("raw", "ema"), "raw": ("raw",), "ema": ("ema",)}[evaluation.weights]
     has_average = info is not None and info.get("config", {}).get("ema_decay") is not None
     if evaluation.weights == "ema" and not has_average:
-        raise ValueError(f"{evaluation.checkpoint} holds no moving average of weights: train with --ema_decay")
-    if info is None or is_exported(Path(evaluation.checkpoint)):
-        return {"model": build()}
+        raise ValueError(f"{evaluation.source} holds no moving average of weights: train with --ema_decay")
+    if info is None or is_exported(evaluation.source):
+        return {"model": build(config)}
     models = {}
     for kind, name in (("raw", "model"), ("ema", "ema")):
         if kind in wanted and (kind == "raw" or has_average):
-            found = read_weights(Path(evaluation.checkpoint), name)
-            models[name] = set_weights(build(), found, evaluation.checkpoint)
+            found = read_weights(evaluation.source, name)
+            models[name] = set_weights(build(config), found, str(evaluation.source))
     return models

@@ -86,6 +86,20 @@ def resampled_counts(forecasts: int, block: int, seed: int = 0) -> np.ndarray:
     return counts
 
 
+def resamples(forecasts: int, block: int) -> np.ndarray:
+    """Return how often each forecast counts: once, and then in each resample, [1 + R, N]."""
+    return np.concatenate([np.ones((1, forecasts), np.uint16), resampled_counts(forecasts, block)])
+
+
+def with_interval(values: np.ndarray, forecasts: int, block: int) -> np.ndarray:
+    """Return a value with its interval, [3, ...], of itself and its resamples, [1 + R, ...]."""
+    tail = (1 - INTERVAL) / 2
+    found = np.stack([values[0], *np.quantile(values[1:], [tail, 1 - tail], axis=0)])
+    if forecasts < 3 * block:
+        found[1:] = np.nan
+    return found
+
+
 def summarise(kept: Iterable[np.ndarray], forecasts: int, block: int) -> dict[str, np.ndarray]:
     """Return each score with its interval, [3, K, S, C, A]: value, low, high.
 
@@ -96,7 +110,7 @@ def summarise(kept: Iterable[np.ndarray], forecasts: int, block: int) -> dict[st
         kept: the moments of each forecast, [K, S, C, A, M], in order.
         block: forecasts that are drawn together.
     """
-    counts = np.concatenate([np.ones((1, forecasts), np.uint16), resampled_counts(forecasts, block)])  # first: all
+    counts = resamples(forecasts, block)
     sums: dict[str, np.ndarray] = {}
     forecast, kept = 0, iter(kept)
     while chunk := list(itertools.islice(kept, CHUNK)):
@@ -112,12 +126,7 @@ def summarise(kept: Iterable[np.ndarray], forecasts: int, block: int) -> dict[st
     with np.errstate(invalid="ignore"):  # climatology has no anomaly
         means["acc_pooled"] = ab / np.sqrt(aa * bb)
     means["rmse_over_persistence"] = means["rmse"] / means["rmse"][:, :, :1]
-    tail = (1 - INTERVAL) / 2
-    found = {name: np.stack([x[0], *np.quantile(x[1:], [tail, 1 - tail], axis=0)]) for name, x in means.items()}
-    if forecasts < 3 * block:
-        for values in found.values():
-            values[1:] = np.nan
-    return found
+    return {name: with_interval(x, forecasts, block) for name, x in means.items()}
 
 
 def zonal_spectrum(field: Tensor, weights: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What is read beside the state: the sun, the clock, the place and constants, each at the time of the state."""
 
+import shutil
 from pathlib import Path
 
 import h5py
@@ -129,14 +130,14 @@ def test_each_shard_has_its_part(tmp_path, overlap):
     write_constants(tmp_path)
     more = [*BESIDE, "--rollout_steps", "2", "--patch_overlap", overlap]
     whole = weather(tmp_path, *more)
-    batch = next(iter(whole.valid_loader.epoch()))
-    inp = whole.to_device(batch)[0]
-    for index in range(5):
-        tokens = TokenShard((16, 32), 4, 5, index, overlap=int(overlap))
+    inp, _, forced = whole.to_device(next(iter(whole.train_loader.epoch())))
+    for index in range(9):  # the last has no token
+        tokens = TokenShard((16, 32), 4, 9, index, overlap=int(overlap))
         part = WeatherData(whole.config, tokens=tokens)
-        found = part.to_device(next(iter(part.valid_loader.epoch())))[0]
-        rows = inp[..., tokens.input_rows.start : tokens.input_rows.stop, :]
-        assert torch.equal(found, tokens.cut_input(rows))
+        found, _, later = part.to_device(next(iter(part.train_loader.epoch())))
+        rows = slice(tokens.input_rows.start, tokens.input_rows.stop)
+        assert torch.equal(found, tokens.cut_input(inp[..., rows, :]))
+        assert torch.equal(later, tokens.cut_input(forced[..., rows, :])) and later.shape[:3] == (1, 8, 10)
 
 
 def test_a_forecast_of_several_steps_reads_them_at_its_own_times(tmp_path):
@@ -250,6 +251,8 @@ def spoiled(folder: Path, what: str) -> list[str]:
         case "other":
             write_constants(folder)
             return ["--constants", "orography"]
+        case "twice":
+            return ["--constants", "lsm", "lsm"]
         case "even":
             values[0] = 1
         case "nan":
@@ -257,8 +260,8 @@ def spoiled(folder: Path, what: str) -> list[str]:
         case "grid":
             write_constants(folder, values[:, :, ::2].copy())
             return ["--constants", "lsm"]
-        case "no time":
-            for path in folder.glob("*/*.h5"):
+        case "no time" | "no time in validation":
+            for path in folder.glob("*/*.h5" if what == "no time" else "valid/*.h5"):
                 with h5py.File(path, "r+") as file:
                     del file["time"]
             return ["--forcings", "solar"]
@@ -274,7 +277,9 @@ def spoiled(folder: Path, what: str) -> list[str]:
         ("even", "lsm is the same everywhere"),
         ("nan", "lsm holds values that are not finite"),
         ("grid", "make it of files on the same grid"),
-        ("no time", "store none: take only position"),
+        ("no time", "stores none: take only position"),
+        ("no time in validation", "stores none: take only position"),
+        ("twice", "constants lsm lsm names one twice"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, what, said):
@@ -291,3 +296,31 @@ def test_other_constants_than_those_of_the_training_are_refused(trained, tmp_pat
     write_constants(tmp_path, fields(1, 3, 17, 32, seed=8)[0], "other.h5")
     with pytest.raises(Refused, match="channels beside the state"):
         call_here(evaluate.main, flags(trained, "--out", str(tmp_path), "--constants_path", str(tmp_path / "other.h5")))
+    moved = shutil.copytree(trained / "exported", tmp_path / "exported")
+    shutil.copyfile(tmp_path / "other.h5", moved / "statistics/constants.h5")
+    with pytest.raises(ValueError, match="holds other channels beside the state"):
+        forecast.load(str(moved))
+    for part in ("train", "stats"):
+        shutil.copytree(trained / part, tmp_path / part)
+    shutil.copyfile(tmp_path / "other.h5", tmp_path / "stats/constants.h5")
+    with pytest.raises(ValueError, match="holds other channels beside the state"):
+        forecast.load(str(trained / "runs/tiny/1GPU/00"), data_dir=str(tmp_path))
+
+
+def test_states_without_a_time_are_refused(trained, tmp_path):
+    for i, name in enumerate(("2001.h5", "2002.h5")):
+        write_file(tmp_path / name, fields(2, 3, 17, 32), start=STEP * 10 * i, names=["u", "v", "t"])
+    with h5py.File(tmp_path / "2002.h5", "r+") as file:
+        del file["time"]
+    argv = [
+        "--checkpoint",
+        str(trained / "exported"),
+        "--initial",
+        str(tmp_path),
+        "--dates",
+        "all",
+        "--lead_hours",
+        "6",
+    ]
+    with pytest.raises(Refused, match="stores no time: give states that do"):
+        call_here(forecast.main, [*argv, "--out", str(tmp_path / "out")])

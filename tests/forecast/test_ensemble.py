@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import scores
@@ -15,10 +16,13 @@ import forecast
 from tests.forecast.evaluations import NAMES, evaluated, flags, refused, row_weights, truth
 from tests.helpers import call_here, fields, run_here, tiny_flags, write_data, write_file
 from utils.checkpoint.__main__ import main as checkpoint_main
+from utils.config.reader import load_config
 from utils.data.files import Files
 from utils.data.frames import FrameReader
-from utils.errors import Refused
+from utils.errors import ReadError, Refused
+from utils.forecast.data import ForecastData
 from utils.forecast.ensemble import Perturbations, ensemble_moments, rank_histogram
+from utils.forecast.settings import Evaluation
 
 PERTURBED = ["--perturb", "0.3", "--members", "4"]
 
@@ -144,6 +148,18 @@ def test_perturbations_vary_as_the_weather_does_times_their_size(trained):
     assert not torch.allclose(found.at([7], 2), shifts[7]) and not torch.allclose(shifts[7], shifts[8])
 
 
+def test_channels_that_are_not_forecast_and_the_control_stay_as_they_are(trained):
+    argv = tiny_flags(trained, "--inf_data_path", str(trained / "valid"), "--in_channels", *NAMES)
+    config = load_config([*argv, "--out_channels", "v", "u", "--forcings", "solar"])[0].with_batches(1)
+    data = ForecastData(config, Evaluation(lead_hours=6, perturb=0.5), torch.device("cpu"))
+    first = torch.randn(2, 4, 16, 32)
+    state = data.begun("member03", first, [0, 5])
+    changed = (state != first).flatten(2).any(dim=2)
+    assert changed.tolist() == [[True, True, False, False]] * 2
+    assert data.begun("control", first, [0, 5]) is first
+    data.close()
+
+
 @pytest.fixture(scope="module")
 def several(tmp_path_factory) -> Path:
     """Three trainings of the same data: another seed, and another size; and one on other statistics."""
@@ -194,6 +210,44 @@ def test_an_ensemble_goes_on_where_it_was_and_knows_its_own(several, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2  # the first is set aside
 
 
+def test_an_ensemble_of_averaged_weights_is_another_one(trained, tmp_path):
+    more = [*PERTURBED[:2], "--members", "2"]
+    raw = evaluated(trained, tmp_path / "out", *more)
+    averaged = evaluated(trained, tmp_path / "out", *more, "--weights", "ema")
+    assert raw["scores"]["control"] != averaged["scores"]["control"]
+    alone = evaluated(trained, tmp_path / "alone", "--weights", "ema")
+    assert averaged["scores"]["control"] == alone["scores"]["ema"]
+
+
+def test_models_of_other_steps_are_refused_where_nobody_stored_the_time(tmp_path):
+    write_data(tmp_path, names=NAMES)
+    for path in tmp_path.glob("*/*.h5"):
+        with h5py.File(path, "r+") as file:
+            del file["time"]
+    for dt in ("1", "2"):
+        run_here(tiny_flags(tmp_path, "--run_num", dt, "--dt", dt))
+    runs = [str(tmp_path / "runs/tiny/1GPU" / dt) for dt in ("1", "2")]
+    assert "forecasts 2 stored steps ahead" in refused(
+        ["--checkpoint", *runs, "--inf_data_path", str(tmp_path / "valid")]
+    )
+
+
+def test_a_number_that_is_not_finite_is_found_wherever_it_is_drawn(several, tmp_path):
+    """Also in a frame that no forecast looks at; and a member that breaks down has no rank."""
+    data = fields(12, 3, 17, 32)
+    data[11, 1, 2, 3] = np.nan
+    write_file(tmp_path / "valid/2004.h5", data, names=NAMES)
+    found = Perturbations(
+        FrameReader(Files.open(str(tmp_path / "valid")), [1], range(16), 32), 1, np.ones(1), torch.device("cpu")
+    )
+    with pytest.raises(ReadError, match="frame 11, input 0, row 2, column 3 is nan"):
+        found.at(list(range(30)), 0)
+    members = torch.randn(3, 2, 4, 8).double()
+    members[1, 0, 0, 0] = torch.inf
+    ranks = rank_histogram(members, torch.zeros(2, 4, 8).double(), torch.full((4,), 0.25).double())
+    assert ranks[0].isnan().all() and ranks[1].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "more, said",
     [
@@ -212,7 +266,11 @@ def test_models_that_do_not_go_together_are_refused(several, tmp_path):
     more = ["--inf_data_path", str(several / "valid"), "--lead_hours", "12", "--out", str(tmp_path)]
     assert "was trained with other statistics than" in refused(["--checkpoint", a, other, *more])
     assert "give different models" in refused(["--checkpoint", a, a, *more])
-    assert "no " in refused(["--checkpoint", a, str(runs / "gone"), *more])
+    assert f"no {runs / 'gone'}" in refused(["--checkpoint", a, str(runs / "gone"), *more])
+    run_here(tiny_flags(several, "--run_num", "half", "--amp_mode", "bf16"))
+    assert "say which (--amp_mode)" in refused(["--checkpoint", a, str(runs / "half"), *more])
+    best = ["--checkpoint", a, str(several / "exported"), "--best"]
+    assert "exported is one thing: leave --best out" in refused([*best, *more])
     assert checkpoint_main(["export", a, str(tmp_path / "w.pt")]) == 0
     assert "holds weights alone" in refused(["--checkpoint", a, str(tmp_path / "w.pt"), *more])
     with pytest.raises(Refused, match="forecast.py takes one"):

@@ -628,7 +628,9 @@ def masks(time: bool = False, **grid) -> "xarray.Dataset":
     return xarray.Dataset({"lsm": lsm, "zs": zs if time else zs.isel(time=0, drop=True)})
 
 
-@pytest.mark.parametrize("time, names", [(False, ["height=zs", "lsm"]), (True, ["zs", "lsm"])])
+@pytest.mark.parametrize(
+    "time, names", [(False, ["height=zs", "lsm"]), (True, ["height=zs", "lsm"]), (True, ["zs", "lsm"])]
+)
 def test_constants_go_to_a_file_of_their_own(tmp_path, time, names):
     """Without a time; of what has several the first counts, and it is no channel then. The rest is as without them."""
     inputs = [write(tmp_path / "raw", dataset(), "a.nc"), write(tmp_path / "raw", masks(time), "masks.nc")]

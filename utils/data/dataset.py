@@ -57,6 +57,7 @@ class WeatherData:
                 f"{steps[1] / 3600:g} h: dt counts stored steps, so they must agree"
             )
         self.fields = Fields.open(config, self.train_files)
+        self.fields.forcings.check_times(self.valid_files)
         self.tokens = self.tokens or TokenShard(config.img_size, config.patch_size, overlap=config.patch_overlap)
         longest = config.longest_rollout
         self.normalise = normalisers(self.fields, device, config.enable_jit)

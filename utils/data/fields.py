@@ -69,11 +69,7 @@ class Fields:
             scale = (diffs[outputs] / stds[outputs]).tolist()
         seconds = files.step_seconds()
         forcings = Forcings.open(config, files.latitude[:rows], files.longitude[:columns])
-        if forcings.need_time and any(times is None for times in files.times):
-            raise ValueError(
-                f"forcings {', '.join(forcings.kinds)} need the time of each state, and {files.paths[0]} or its "
-                f"neighbours store none: take only position, or files with `time` (docs/data.md)"
-            )
+        forcings.check_times(files)
         return Fields(
             inputs=inputs,
             outputs=outputs,

@@ -45,6 +45,9 @@ class Forcings:
         another grid, and for one that is the same everywhere, or not finite.
         """
         kinds, wanted, path = tuple(config.forcings or ()), tuple(config.constants or ()), config.constants_file
+        for key, names in (("forcings", kinds), ("constants", wanted)):
+            if len(set(names)) < len(names):
+                raise ValueError(f"{key} {' '.join(names)} names one twice: name each once")
         if not wanted:
             return Forcings(latitude, longitude, kinds)
         if not Path(path).exists():
@@ -88,6 +91,15 @@ class Forcings:
     def need_time(self) -> bool:
         """Whether somebody must say when a state is valid."""
         return bool(set(self.kinds) - {"position"})
+
+    def check_times(self, files: Files) -> None:
+        """Raise ValueError where the time of a state is needed, and some of these files store none."""
+        without = [path for path, times in zip(files.paths, files.times) if times is None]
+        if self.need_time and without:
+            raise ValueError(
+                f"forcings {', '.join(self.kinds)} need the time of each state, and {without[0]} stores none: "
+                f"take only position, or files with `time` (docs/data.md)"
+            )
 
     @property
     def description(self) -> Any:

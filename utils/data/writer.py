@@ -2,6 +2,7 @@
 
     FOLDER/train/*.h5, valid/*.h5, test/*.h5      `fields` [time, channel, latitude, longitude], and these axes
     FOLDER/stats/global_means.npy, global_stds.npy [1, C, 1, 1], time_means.npy [1, C, H, W], from the training files
+    FOLDER/stats/constants.h5            as the files, of one frame and without `time`: what does not change
     FOLDER/stats/time_diff_stds.npy      [1, C, 1, 1], std of the change in one stored step, from the training files
 
 Shapes: T time steps, C channels, H latitudes, W longitudes.

@@ -81,7 +81,8 @@ def _model(config: Config, about: dict[str, Any]) -> list[str]:
     if forced := [x["name"] for x in about["inputs"] if x["name"] not in forecast]:
         lines.append(f"It reads and does not forecast {', '.join(forced)}: they must be given at each step")
     if (beside := about["beside_the_state"])["channels"]:
-        lines.append(f"Beside the state it reads {', '.join(beside['channels'])}: it makes them of its place and time")
+        names = ", ".join(beside["channels"])
+        lines.append(f"Beside the state it reads {names}, which it has in `statistics/`, or makes of place and time")
     return lines
 
 

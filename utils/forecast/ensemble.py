@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from utils.data.frames import FrameReader
+from utils.errors import ReadError
 from utils.forecast.skill import resamples, with_interval
 
 KEPT = ("variance", "crps")
@@ -43,9 +44,20 @@ class Perturbations:
         found = []
         for forecast in forecasts:
             draw = np.random.default_rng([forecast, member // 2]).choice(len(self.frames), 2, replace=False)
-            a, b = (self.reader.read_frame(*self.frames[i]).astype(np.float64) for i in draw)
+            a, b = (self._read(*self.frames[i]) for i in draw)
             found.append((a - b) * self.factor * (-1) ** member)
         return torch.from_numpy(np.stack(found)).to(self.device, torch.get_default_dtype())
+
+    def _read(self, file: int, t: int) -> np.ndarray:
+        """Return a state in float64, [C_in, H, W]. Raises ReadError, also for one that is not finite."""
+        frame = self.reader.read_frame(file, t).astype(np.float64)
+        if not np.isfinite(frame).all():
+            c, y, x = np.argwhere(~np.isfinite(frame))[0]
+            raise ReadError(
+                f"{self.reader.files.paths[file]}: frame {t}, input {c}, row {y}, column {x} is {frame[c, y, x]}, and "
+                f"ensembles take differences of all frames: mend the file, or leave it out"
+            )
+        return frame
 
 
 def ensemble_moments(members: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
@@ -71,10 +83,12 @@ def ensemble_moments(members: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
 def rank_histogram(members: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
     """Return the part of the globe where 0, 1, ... M members lie below the truth, [C, M + 1].
 
-    Flat for members that cannot be told from the truth (Hamill 2001). `weights` are of the rows, [H].
+    Flat for members that cannot be told from the truth (Hamill 2001); NaN where a member is not finite. `weights` are
+    of the rows, [H].
     """
     rank = (members < truth).sum(dim=0)  # C H W
-    return torch.stack([(rank == r).double().mean(dim=-1) @ weights for r in range(len(members) + 1)], dim=-1)
+    found = torch.stack([(rank == r).double().mean(dim=-1) @ weights for r in range(len(members) + 1)], dim=-1)
+    return found.where(members.isfinite().all(dim=0).flatten(1).all(dim=1)[:, None], torch.nan)
 
 
 def summarise_ensemble(kept: np.ndarray, squares: np.ndarray, members: int, block: int) -> dict[str, np.ndarray]:

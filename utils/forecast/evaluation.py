@@ -52,7 +52,7 @@ class EvaluationRun(ForecastRun):
             logging.info("Beside the state: %s", ", ".join(fields.forcings.names))
 
     def results_folder(self) -> Path:
-        return beside(self.settings, "evaluation")
+        return beside(self.settings, "ensemble" if self.settings.is_ensemble else "evaluation")
 
     def setting(self) -> dict[str, Any]:
         config, settings, data = self.config, self.settings, self.data
@@ -62,7 +62,7 @@ class EvaluationRun(ForecastRun):
             "torch": torch.__version__,
             "checkpoint": [seen_model(Path(source)) for source in settings.checkpoint],
             "models": self.models,
-            "perturb": settings.perturb,
+            "ensemble": [settings.perturb, settings.one_kind] if self.members else None,
             "files": [[str(Path(path).resolve()), *stamp] for path, stamp in zip(data.files.paths, data.files.stamps)],
             "statistics": [seen(path) for path in statistics_of(config).values()],
             "climatology": settings.climatology and seen(settings.climatology),

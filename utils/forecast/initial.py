@@ -69,7 +69,7 @@ class InitialStates(Forecasts):
             raise ValueError("channels says where an archive has them, and training files name their own: leave it out")
         self.sources = self.sources or [self._archive(settings)]
         self.chosen = self._choose(list(settings.dates))
-        if fields.forcings.need_time and self.seconds(0) is None:
+        if fields.forcings.need_time and None in map(self.seconds, range(len(self))):
             raise ValueError(
                 f"the model reads {', '.join(fields.forcings.kinds)}, and {self.origin} stores no time: "
                 f"give states that do"

@@ -110,12 +110,18 @@ class ForecastRun:
 
     def _attributes(self) -> dict[str, str]:
         """Return what files of forecasts say of themselves. No date of writing: the same forecast, the same bytes."""
-        after = f", after {self.info['iteration']} iterations" if self.info else ""
+        names = ", ".join(name_of(Path(source)) for source in self.settings.checkpoint)
         return {
             "title": f"Forecasts of the weather up to {self.data.lead_hours[-1]:g} hours ahead",
-            "source": f"vision transformer {name_of(self.settings.source)}{after}",
+            "source": f"vision transformer {names}{self._after}",
             "history": f"forecast from {self.data.origin}",
         }
+
+    @property
+    def _after(self) -> str:
+        """How long the model was trained, in words; nothing for several."""
+        is_one = self.info is not None and len(self.settings.checkpoint) == 1
+        return f", after {self.info['iteration']} iterations" if is_one else ""
 
     def _stop_if_asked(self) -> None:
         if self.requests.agree_now():
@@ -129,8 +135,7 @@ class ForecastRun:
         for remark in (*self.remarks, data.fields.warning):
             if remark:
                 logging.info(remark)
-        after = f", after {self.info['iteration']} iterations" if self.info else ""
-        logging.info("Model: %s%s", ", ".join(settings.checkpoint), after)
+        logging.info("Model: %s%s", ", ".join(settings.checkpoint), self._after)
         logging.info("%s, %g h in %d step(s) of %s", data.period, data.lead_hours[-1], data.steps, data.fields.hours)
         self.describe()
         logging.info("Results: %s%s", self.folder, f" ({there} forecasts are there already)" if there else "")

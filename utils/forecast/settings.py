@@ -52,6 +52,15 @@ class Evaluation(Asked):
     block_hours: float = _flag(24.0, "length of the blocks of times that the bootstrap draws", at_least=0)
     forecasts: str = _flag("none", "write the forecasts, too", choices=KINDS)
 
+    @property
+    def is_ensemble(self) -> bool:
+        return len(self.checkpoint) > 1 or self.perturb is not None
+
+    @property
+    def one_kind(self) -> str:
+        """The weights that an ensemble takes: one kind of each model."""
+        return "ema" if self.weights == "ema" else "raw"
+
 
 @dataclass(frozen=True)
 class Outlook(Asked):
@@ -90,8 +99,9 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
     """
     evaluation, given, yaml_config = _parse(argv, Evaluation, "Forecasts of a trained model: skill, pictures.")
     source, info = evaluation.source, None
-    if evaluation.best and (source.is_file() or is_exported(source) or checkpoint.is_name(source.name)):
-        raise ValueError(f"best chooses among a run's checkpoints, and {source} is one thing: leave --best out")
+    for one in map(Path, evaluation.checkpoint):
+        if evaluation.best and (one.is_file() or is_exported(one) or checkpoint.is_name(one.name)):
+            raise ValueError(f"best chooses among a run's checkpoints, and {one} is one thing: leave --best out")
     if source.is_file():
         section = given.get("config", FIELDS["config"].default)
         config = load_config(["--yaml_config", yaml_config or YAML_CONFIG, "--config", section], chapter=3)[0]
@@ -111,7 +121,8 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
         config = moved
     given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or 1
     config = replace(config, **{name: x for name, x in given.items() if name in FIELDS})
-    others = [_other_model(Path(other), evaluation.best, source, info) for other in evaluation.checkpoint[1:]]
+    first = source, config, info
+    others = [_other_model(Path(other), evaluation.best, first, given) for other in evaluation.checkpoint[1:]]
     sources = (source, *others)
     if len(set(sources)) < len(sources):
         raise ValueError(f"checkpoint names {sources[0]} or another one twice: give different models")
@@ -138,18 +149,30 @@ def _known(source: Path, best: bool = False) -> tuple[Path, Config, dict[str, An
     return source, config_of(info), info
 
 
-def _other_model(source: Path, best: bool, first: Path, info: dict[str, Any] | None) -> Path:
+def _other_model(
+    source: Path, best: bool, first: tuple[Path, Config, dict[str, Any] | None], given: dict[str, Any]
+) -> Path:
     """Return one more model of an ensemble.
 
-    Raises ValueError where it does not know its training, and where its data were others than those of the first.
+    Raises ValueError where it does not know its training, and where its data or its step were others than those of the
+    first, or its precision, unless that is `given`.
     """
-    for one in (first, source):
+    start, config, info = first
+    for one in (start, source):
         if one.is_file():
             raise ValueError(f"{one} holds weights alone: an ensemble takes runs, checkpoints and exported folders")
-    source, _, about = _known(source, best)
+    source, other, about = _known(source, best)
     for what, there in about["data"].items():
         if info["data"].get(what) != there:
-            raise ValueError(f"{source} was trained with other {what} than {first}: an ensemble's models have the same")
+            raise ValueError(f"{source} was trained with other {what} than {start}: an ensemble's models have the same")
+    if other.dt != config.dt:
+        raise ValueError(f"{source} forecasts {other.dt} stored steps ahead, and {start} {config.dt}: give one kind")
+    for name in ("amp_mode", "tf32"):
+        if name not in given and getattr(other, name) != getattr(config, name):
+            raise ValueError(
+                f"{source} was trained with {name} {getattr(other, name)}, and {start} with {getattr(config, name)}: "
+                f"say which (--{name})"
+            )
     return source
 
 
@@ -214,13 +237,13 @@ def load_forecasters(
     Raises ValueError where there is no moving average, and one is asked for.
     """
     sources = [Path(source) for source in evaluation.checkpoint]
-    if len(sources) == 1 and evaluation.perturb is None:
+    if not evaluation.is_ensemble:
         return _alone(build, evaluation, config, info)
-    nets = [_alone(build, replace(evaluation, weights=_one_kind(evaluation)), config, info)]
+    nets = [_alone(build, replace(evaluation, weights=evaluation.one_kind), config, info)]
     for source in sources[1:]:
         _, theirs, other = _known(source)
         taken = {name: getattr(theirs, name) for name in affecting("training")}
-        one = replace(evaluation, checkpoint=(str(source),), weights=_one_kind(evaluation))
+        one = replace(evaluation, checkpoint=(str(source),), weights=evaluation.one_kind)
         start = str(source) if is_exported(source) else None
         nets.append(_alone(build, one, replace(config, init_from=start, **taken), other))
     found = [next(iter(models.values())) for models in nets]
@@ -228,11 +251,6 @@ def load_forecasters(
         return {f"{MEMBER}{i + 1:02d}": net for i, net in enumerate(found)}
     members = [net for net in found for _ in range(evaluation.members)]
     return {CONTROL: found[0]} | {f"{MEMBER}{i + 1:02d}": net for i, net in enumerate(members)}
-
-
-def _one_kind(evaluation: Evaluation) -> str:
-    """Return the weights that an ensemble takes: one kind of each model."""
-    return "ema" if evaluation.weights == "ema" else "raw"
 
 
 def _alone(

@@ -36,6 +36,7 @@ from utils.forecast.card import card
 ABOUT, CONFIG, SECTION = "model.json", "config.yaml", "model"
 STATISTICS = ("global_means_path", "global_stds_path", "time_means_path", "time_diff_stds_path")
 FORMAT = 1
+BESIDE = "channels beside the state"  # of what is known of a training's data
 SHOWN = (24, 72, 120)  # hours, of the scores
 
 
@@ -166,7 +167,7 @@ def _fields(config: Config, about: dict[str, Any]) -> Fields:
         raise ValueError(f"{ABOUT} does not fit {CONFIG} (grid, or step): copy the folder again")
     if not (stds[used] > 0).all() or not all(0 <= c < len(outputs) for c in about["plot_channels"]):
         raise ValueError(f"{ABOUT} does not fit the statistics (channels): copy the folder again")
-    return Fields(
+    fields = Fields(
         inputs=[x["channel"] for x in inputs],
         outputs=[x["channel"] for x in outputs],
         in_names=[x["name"] for x in inputs],
@@ -184,6 +185,15 @@ def _fields(config: Config, about: dict[str, Any]) -> Fields:
         step_hours=about["step_hours"],
         has_time=about["has_time"],
     ).checked(config)
+    _check_same(fields, about["data"], {BESIDE: config.constants_file})
+    return fields
+
+
+def _check_same(fields: Fields, trained: dict[str, Any], files: dict[str, str]) -> None:
+    """Raise ValueError where these are not the `files` that a model was trained with."""
+    for what, path in files.items():
+        if trained.get(what) != fields.description[what]:
+            raise ValueError(f"{path} holds other {what} than the model was trained with: give those (--data_dir)")
 
 
 def config_of(info: dict[str, Any]) -> Config:
@@ -203,11 +213,7 @@ def _of_run(source: Path, best: bool, ema: bool, data_dir: str | None) -> Traine
         config = _moved(config, data_dir)
     files = Files.open(config.train_data_path, "they tell the model's channels and grid: give --data_dir")
     fields = Fields.open(config, files)
-    if info["data"]["statistics"] != fields.description["statistics"]:
-        raise ValueError(
-            f"{config.global_means_path} and its neighbours are not the statistics that the model was trained with: "
-            f"give those (--data_dir)"
-        )
+    _check_same(fields, info["data"], {"statistics": config.global_means_path, BESIDE: config.constants_file})
     return Trained(config, fields, _about(folder, info, files, fields, ema), folder, ema)
 
 

@@ -47,16 +47,17 @@ class Archive:
     latitude: np.ndarray  # [H], degrees north, from the north
     longitude: np.ndarray  # [W], degrees east, from 0 where they go round the globe
     rolled: int  # columns are stored this far to the right
+    keys: tuple[tuple[str, float | None], ...]  # variable and level of each channel
 
     @staticmethod
     def open(
         paths: list[str], channels: list[str] | None = None, allow_gaps: bool = False, any_times: bool = False,
-        constants: bool = False, leave_out: Sequence[str] = (),
+        constants: bool = False, leave_out: Sequence[tuple[str, float | None]] = (),
     ) -> "Archive":  # fmt: skip
         """Open files and find the channels: those named (see `find`), by default all there are, by name and level.
 
         With `any_times` there may be a single time, or times at no interval. For `constants` there may be none: of what
-        has several the first counts. By default channels of the names `leave_out` are none.
+        has several the first counts. Of `leave_out`, variables with their levels, none is a channel by default.
 
         Raises ValueError, in one line with the remedy, for files that cannot be read, variables that are missing,
         grids and units that differ, and times that go back, differ between channels or leave gaps.
@@ -64,7 +65,7 @@ class Archive:
         pieces, units = _pieces(paths, channels, constants)
         # By name: files come in any order, and not every format keeps the order of its variables.
         by_name = sorted(pieces, key=lambda key: (key[0], key[1] or 0))
-        everything = (text for text in map(_default_name, by_name) if text.partition("=")[0] not in leave_out)
+        everything = (_default_name(key) for key in by_name if key not in leave_out)
         named = [find(text, list(pieces)) for text in channels or everything] if pieces else []
         if not named:
             raise ValueError("the files hold no channel: a variable with a time, a latitude and a longitude")
@@ -95,6 +96,7 @@ class Archive:
             latitude=latitude.astype(np.float32),
             longitude=np.roll(longitude % 360 if is_round else longitude, -rolled).astype(np.float32),
             rolled=rolled,
+            keys=tuple(key for _, key in named),
         )
 
     @property

@@ -62,7 +62,9 @@ class Preparation:
         check_new(Path(self.out), self.overwrite)
         self.fixed = Archive.open(self.inputs, self.constants, constants=True) if self.constants else None
         self.fixed_names = [channel.name for channel in self.fixed.channels] if self.fixed else []
-        archive = self.archive = Archive.open(self.inputs, self.channels, self.allow_gaps, leave_out=self.fixed_names)
+        archive = self.archive = Archive.open(
+            self.inputs, self.channels, self.allow_gaps, leave_out=self.fixed.keys if self.fixed else ()
+        )
         if self.fixed and not all(
             np.array_equal(getattr(self.fixed, axis), getattr(archive, axis)) for axis in ("latitude", "longitude")
         ):
@@ -70,7 +72,8 @@ class Preparation:
         self.names = [channel.name for channel in archive.channels]
         for name in self.fill:
             if name not in self.names + self.fixed_names:
-                raise ValueError(f"--fill names {name!r}, which is no channel: they are {', '.join(self.names)}")
+                known = ", ".join(self.names + self.fixed_names)
+                raise ValueError(f"--fill names {name!r}, which is no channel: they are {known}")
         self.files = split(archive.times, self.valid_from, self.test_from)
         self.shape = (len(self.names), len(archive.latitude), len(archive.longitude))
         self.missing = dict.fromkeys(self.names + self.fixed_names, 0)

@@ -74,18 +74,8 @@ def main() -> None:
             print(f"{source}: trained", flush=True)
         for name, (count, flags) in CASES.items():
             out = Path(scratch) / name
-            models = ["--checkpoint", *map(str, sources[:count])]
-            run(
-                [
-                    "evaluate.py",
-                    *models,
-                    f"--stride={STRIDE[SECTION]}",
-                    "--out",
-                    str(out),
-                    "--plot_channels=None",
-                    *flags,
-                ]
-            )
+            how = [f"--stride={STRIDE[SECTION]}", f"--out={out}", "--plot_channels=None", *flags]
+            run(["evaluate.py", "--checkpoint", *map(str, sources[:count]), *how])
             cases[name] = figures_of(json.loads((out / "skill.json").read_text()))
             for what, value in cases[name].items():
                 figures.add(f"{name}: {what}", [value])

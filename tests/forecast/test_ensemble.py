@@ -219,6 +219,17 @@ def test_an_ensemble_of_averaged_weights_is_another_one(trained, tmp_path):
     assert averaged["scores"]["control"] == alone["scores"]["ema"]
 
 
+def test_files_in_half_precision_leave_the_mean_as_it_is(several, tmp_path):
+    """A truth in float16 does not round what is judged and written."""
+    write_file(tmp_path / "valid/2004.h5", fields(5, 3, 17, 32, seed=5).astype(np.float16), names=NAMES)
+    runs = [str(several / "runs/tiny/1GPU" / name) for name in ("00", "b")]
+    argv = ["--checkpoint", *runs, "--inf_data_path", str(tmp_path / "valid"), "--lead_hours", "6"]
+    call_here(evaluate.main, [*argv, "--out", str(tmp_path / "out"), "--forecasts", "zarr"])
+    found, members = opened(tmp_path / "out", "mean"), together(tmp_path / "out", 2)
+    for name in NAMES:
+        np.testing.assert_allclose(found[name], members[name].mean("member"), rtol=1e-6, atol=1e-7)
+
+
 def test_models_of_other_steps_are_refused_where_nobody_stored_the_time(tmp_path):
     write_data(tmp_path, names=NAMES)
     for path in tmp_path.glob("*/*.h5"):

@@ -79,15 +79,13 @@ class Judge:
 
     def _look_at_ensemble(self, kept: dict[str, list], k: int, truth: Tensor, forecasts: dict[str, Tensor]) -> Tensor:
         """Keep what is wanted of the members at step k, and return their mean."""
-        mean, moments, ranks = torch.empty_like(truth), [], []
+        mean, moments, ranks = torch.empty_like(truth, dtype=torch.float32), [], []  # the truth is as stored
+        true = truth.double()
         for c in range(len(truth)):  # one by one: in float64 all channels of all members would take much memory
-            members, true = (
-                torch.stack([forecasts[name][c : c + 1] for name in self.members]).double(),
-                truth[c : c + 1],
-            )
-            moments.append(ensemble_moments(members, true.double(), self.weights))
+            members = torch.stack([forecasts[name][c : c + 1] for name in self.members]).double()
+            moments.append(ensemble_moments(members, true[c : c + 1], self.weights))
             if k in self.data.shown_steps:
-                ranks.append(rank_histogram(members, true.double(), self.weights[:, 0]))
+                ranks.append(rank_histogram(members, true[c : c + 1], self.weights[:, 0]))
             mean[c] = members.mean(dim=0)[0]
         kept["ensemble"].append(torch.cat(moments).cpu().numpy())
         if ranks:

@@ -4,7 +4,7 @@
              weights.safetensors  as a model on one device names them
              model.json           channels with units and standard names, grid, step, training, versions
              config.yaml          the configuration of the training, its paths left out
-             statistics/*.npy     of the training files
+             statistics/          of the training files, and the constants that it reads
              scores.csv           of its evaluation, where there was one
              model.pt2            with --torch_export: one step, for torch alone
 

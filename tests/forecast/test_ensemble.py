@@ -206,8 +206,11 @@ def test_an_ensemble_goes_on_where_it_was_and_knows_its_own(several, tmp_path):
     call_here(evaluate.main, argv)
     assert (out / "skill.json").read_text() == before and "forecasts are there already" in (out / "out.log").read_text()
     call_here(evaluate.main, [*argv, "--perturb", "0.1", "--members", "2"])
-    assert json.loads((out / "skill.json").read_text())["ensemble"]["members"] == 4
-    assert len(list(tmp_path.iterdir())) == 2  # the first is set aside
+    first = json.loads((out / "skill.json").read_text())["ensemble"]
+    call_here(evaluate.main, [*argv, "--perturb", "0.2", "--members", "2"])
+    second = json.loads((out / "skill.json").read_text())["ensemble"]
+    assert first["members"] == second["members"] == 4 and first["scores"] != second["scores"]
+    assert len(list(tmp_path.iterdir())) == 3  # the others are set aside
 
 
 def test_an_ensemble_of_averaged_weights_is_another_one(trained, tmp_path):

@@ -100,9 +100,11 @@ else
     [ -n "$CONTAINER_IMAGE" ] || fail "CONTAINER=$CONTAINER needs an image: set CONTAINER_IMAGE"
     command -v "${container[0]}" >/dev/null || fail "CONTAINER=$CONTAINER, but this node has no ${container[0]}"
     container+=("$volume=$LOGDIR:/logs")
-    [ -z "$DATADIR" ] || container+=("$volume=$DATADIR:/data")
+    if [ -n "$DATADIR" ]; then
+        container+=("$volume=$DATADIR:/data")
+        flags=(--data_dir /data)
+    fi
     [ "$CONTAINER" = shifter ] || container+=("$CONTAINER_IMAGE")
-    flags=(--data_dir /data)
     LOGDIR=/logs
 fi
 # An evaluation is written beside its checkpoint.

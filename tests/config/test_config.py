@@ -175,17 +175,23 @@ def test_the_last_said_batch_size_decides(tmp_path):
     assert load(*flags, "--local_batch_size", "1").with_batches(2).global_batch_size == 2
 
 
-def test_data_dir_stands_for_the_front_of_the_paths():
+def test_data_dir_stands_for_the_front_of_the_paths(tmp_path):
     config = load("--data_dir", "/scratch/era5", "--valid_data_path", "mine/valid")
     assert config.train_data_path == "/scratch/era5/train"
     assert config.global_stds_path == "/scratch/era5/stats/global_stds.npy"
     assert config.valid_data_path == "mine/valid"
-    _, remarks = load_config(["--config", "demo", "--data_dir", "/scratch/era5"])
+    _, remarks = load_config(["--config", "demo", "--data_dir", str(tmp_path)])
     assert remarks[-1] == "data_dir changes nothing: no path of section 'demo' begins with /data"
+    with pytest.raises(
+        ValueError, match="data_dir '/nowhere' is not there, and no path of section 'demo' .*: leave it out"
+    ):
+        load("--config", "demo", "--data_dir", "/nowhere")
 
 
 def test_the_saved_configuration_repeats_the_run(tmp_path):
-    config = load("--config", "demo", "--lr", "3e-3", "--data_dir", "/x", "--local_batch_size", "4").with_batches(2)
+    config = load(
+        "--config", "demo", "--lr", "3e-3", "--data_dir", str(tmp_path), "--local_batch_size", "4"
+    ).with_batches(2)
     config.save(tmp_path / "config.yaml")
     assert list(yaml.safe_load((tmp_path / "config.yaml").read_text())) == ["demo"]
     again = load("--yaml_config", str(tmp_path / "config.yaml"), "--config", "demo")

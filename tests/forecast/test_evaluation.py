@@ -32,7 +32,7 @@ from utils.checkpoint.weights import export
 from utils.config.settings import Config
 from utils.data import ring
 from utils.data.files import Files
-from utils.errors import Ended, ReadError
+from utils.errors import Ended, ReadError, WriteError
 from utils.forecast.data import ForecastData
 from utils.forecast.run import seen, share_out
 from utils.forecast.settings import Evaluation, load_evaluation
@@ -163,6 +163,14 @@ def test_who_comes_second_changes_nothing(tmp_path):
     begun.open({"stride": 2})
     assert (tmp_path / "begun.1/setting.json").read_text() == text
     begun.close()
+
+
+def test_a_folder_that_is_gone_is_no_full_disk(tmp_path):
+    store = ForecastStore(tmp_path / "run/evaluation", 1)
+    store.open({})
+    (tmp_path / "run").rename(tmp_path / "run.1")
+    with pytest.raises(WriteError, match="No such file.*: see what became of .*run; the same"), store.writing():
+        store.keep(0, moments=np.zeros(1))
 
 
 def test_two_evaluations_do_not_share_a_folder(trained, tmp_path):
@@ -319,10 +327,12 @@ def test_a_data_dir_that_moves_nothing_is_said_to(trained, tmp_path):
     }
     info["config"] |= paths | {"data_dir": None}
     (copy / "info.json").write_text(json.dumps(info))
-    _, config, _, remarks = load_evaluation(["--checkpoint", str(copy), "--data_dir", "/elsewhere"])
+    _, config, _, remarks = load_evaluation(["--checkpoint", str(copy), "--data_dir", str(tmp_path)])
     assert remarks == ["data_dir changes nothing: no path of the training begins with /data"]
     assert config.time_means_path == "mine/time_means.npy"
     assert load_evaluation(["--checkpoint", str(copy)])[3] == []
+    with pytest.raises(ValueError, match="data_dir '/elsewhere' is not there, and no path of the training"):
+        load_evaluation(["--checkpoint", str(copy), "--data_dir", "/elsewhere"])
 
 
 def test_a_value_that_is_not_finite_ends_it_with_its_place(trained, tmp_path):

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from utils.config.settings import Config
 from utils.device import known_device, peak_flops, peak_memory_gb
 from utils.plots import forecast_figure, render
-from utils.run.folder import make_run_folder
 
 
 @pytest.mark.parametrize(
@@ -34,17 +32,6 @@ def test_an_unknown_device_uses_a_measured_peak():
     assert 1e9 < peak < 1e15 and source == "measured matmul, float32"
     assert peak_flops(torch.device("cpu"), "bf16", tf32=True)[1] == "measured matmul, bfloat16"
     assert 0.05 < peak_memory_gb(torch.device("cpu")) < 1000
-
-
-def test_an_old_run_is_renamed_aside(tmp_path):
-    config = Config(config="x", expdir=str(tmp_path), run_num="b")
-    for _ in range(3):
-        folder = make_run_folder(config, "4GPU")
-        assert folder == tmp_path / "x/4GPU/b"
-    assert sorted(p.name for p in folder.parent.iterdir()) == ["b", "b.1", "b.2"]
-    (folder / "file").touch()
-    with pytest.raises(ValueError, match="choose another --expdir"):
-        make_run_folder(Config(config="file/x", expdir=str(folder)), "1GPU")
 
 
 def test_picture():

@@ -219,7 +219,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     if config.data_dir is not None:
         moved = move_data(config, config.data_dir)
         if moved == config:
-            remarks.append(f"data_dir changes nothing: no path of section {section!r} begins with /data")
+            remarks.append(moves_nothing(config.data_dir, f"no path of section {section!r} begins with /data"))
         config = moved
     return config, remarks
 
@@ -229,3 +229,10 @@ def move_data(config: Config, data_dir: str, before: str = "/data") -> Config:
     paths = {name: str(getattr(config, name)) for name in FIELDS if name.endswith("_path")}
     moved = {n: data_dir + path.removeprefix(before) for n, path in paths.items() if path.startswith(f"{before}/")}
     return replace(config, data_dir=data_dir, **moved)
+
+
+def moves_nothing(data_dir: str, why: str) -> str:
+    """Return what to say of a data_dir that moves no path. Raises ValueError where it is not even there."""
+    if not Path(data_dir).is_dir():
+        raise ValueError(f"data_dir {data_dir!r} is not there, and {why}: leave it out, or name the paths one by one")
+    return f"data_dir changes nothing: {why}"

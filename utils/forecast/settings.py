@@ -10,7 +10,7 @@ from torch import nn
 
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.weights import choose, read_weights, set_weights
-from utils.config.reader import YAML_CONFIG, cast, load_config, move_data, parse
+from utils.config.reader import YAML_CONFIG, cast, load_config, move_data, moves_nothing, parse
 from utils.config.settings import FIELDS, Config, affecting, key
 from utils.data.files import channel_indices
 from utils.forecast.ensemble import CONTROL, MEMBER
@@ -117,7 +117,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
         before = config.data_dir or "/data"
         moved = move_data(config, given["data_dir"], before)
         if given["data_dir"] != before and moved == replace(config, data_dir=given["data_dir"]):
-            remarks.append(f"data_dir changes nothing: no path of the training begins with {before}")
+            remarks.append(moves_nothing(given["data_dir"], f"no path of the training begins with {before}"))
         config = moved
     given["local_batch_size"] = given.get("local_batch_size") or config.local_batch_size or 1
     config = replace(config, **{name: x for name, x in given.items() if name in FIELDS})

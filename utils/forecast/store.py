@@ -9,6 +9,7 @@ whole.
 """
 
 import contextlib
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,12 +67,15 @@ class ForecastStore:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn what a full disk does into one line. Raises WriteError."""
+        """Turn what a full disk does, or one that fails, into one line. Raises WriteError."""
         try:
             yield
         except OSError as error:
-            reason = error.strerror or error
-            raise WriteError(f"cannot write to {self.folder} ({reason}): make room; the same command goes on") from None
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            remedy = "make room" if is_full else f"see what became of {self.folder.parent}"
+            raise WriteError(
+                f"cannot write to {self.folder} ({error.strerror or error}): {remedy}; the same command goes on"
+            ) from None
 
     def missing(self) -> list[int]:
         """Return the forecasts that are not there."""

@@ -41,8 +41,10 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
     found = _find(config)
     if found is None:
-        found = RunFolder(make_run_folder(config, name))
+        found = make_run_folder(config, name)
         lock = lock_run(found.path)
+        if config.resume == "auto":
+            found.remarks.append(f"Nothing to resume: no run {config.run_num!r} of {config.config!r} has a checkpoint")
     else:
         lock, seen = lock_run(found.path), found.path
         found = _find(config)  # once more: until now another process may have been at work here
@@ -58,22 +60,29 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
     return found, lock
 
 
-def make_run_folder(config: Config, name: str) -> Path:
-    """Create `<expdir>/<config>/<name>/<run_num>/` and return it; an old folder of that name is renamed aside."""
+def make_run_folder(config: Config, name: str) -> RunFolder:
+    """Create `<expdir>/<config>/<name>/<run_num>/` and return it; an old folder of that name is renamed aside.
+
+    Raises ValueError where it cannot be written, and where a process is at work in the old one: a run, or an evaluation
+    in a folder of its own in there.
+    """
     path = Path(config.expdir) / config.config / name / config.run_num
+    found = RunFolder(path)
     try:
         if path.exists():
-            lock_run(path).close()
-            rename_aside(path)
+            for folder in (path, *(lock.parent for lock in path.glob("*/lock"))):
+                lock_run(folder).close()
+            aside = rename_aside(path)
+            found.remarks.append(f"Renamed the earlier run to {aside}; to go on with it: --resume {aside}")
         (path / "logs").mkdir(parents=True)
     except OSError as error:
         raise ValueError(f"cannot write {path} ({error.strerror}): choose another --expdir, or --run_num") from None
-    return path
+    return found
 
 
-def rename_aside(path: Path) -> None:
-    """Rename a folder to the first free of `<name>.1`, `<name>.2`, ..."""
-    path.rename(next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists()))
+def rename_aside(path: Path) -> Path:
+    """Rename a folder to the first free of `<name>.1`, `<name>.2`, ... and return that."""
+    return path.rename(next(p for n in range(1, 10**6) if not (p := path.with_name(f"{path.name}.{n}")).exists()))
 
 
 def lock_run(path: Path, remedy: str = "choose another --run_num") -> TextIO:

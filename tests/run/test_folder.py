@@ -1,0 +1,52 @@
+"""The folder of a run: an old one of its name is renamed aside, said, and never from under who works in it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT, clean_environment, run_here, tiny_flags
+from utils.config.settings import Config
+from utils.run.folder import lock_run, make_run_folder
+
+
+def test_an_old_run_is_renamed_aside(tmp_path):
+    config = Config(config="x", expdir=str(tmp_path), run_num="b")
+    first, *others = (make_run_folder(config, "4GPU") for _ in range(3))
+    path = tmp_path / "x/4GPU/b"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["b", "b.1", "b.2"]
+    assert first.remarks == [] and {run.path for run in (first, *others)} == {path}
+    asides = [path.with_name(f"b.{n}") for n in (1, 2)]
+    said = [f"Renamed the earlier run to {aside}; to go on with it: --resume {aside}" for aside in asides]
+    assert [run.remarks for run in others] == [[one] for one in said]
+    (path / "file").touch()
+    with pytest.raises(ValueError, match="choose another --expdir"):
+        make_run_folder(Config(config="file/x", expdir=str(path)), "1GPU")
+
+
+def test_a_run_is_not_renamed_under_its_evaluation(tmp_path):
+    """Nor under a forecast: both hold the lock of their own folder, in the run's."""
+    config = Config(config="x", expdir=str(tmp_path))
+    path = make_run_folder(config, "1GPU").path
+    (path / "evaluation").mkdir()
+    lock = lock_run(path / "evaluation")
+    code = "import sys; from utils.config.settings import Config; from utils.run.folder import make_run_folder\n"
+    code += "make_run_folder(Config(config='x', expdir=sys.argv[1]), '1GPU')"
+    command = [sys.executable, "-c", code, tmp_path]
+    for held in (True, False):  # the lock is one of processes
+        done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+        assert (f"{path}/evaluation is in use by" in done.stderr and "choose another --run_num" in done.stderr) is held
+        assert path.with_name("00.1").exists() is not held
+        lock.close()
+
+
+def test_the_log_says_what_was_renamed_and_what_cannot_be_resumed(tiny):
+    argv = tiny_flags(tiny, "--num_iters", "1")
+    folder = run_here(argv)
+    assert "Renamed" not in (folder / "out.log").read_text()
+    run_here([*argv, "--resume", "none"])
+    aside = folder.with_name(f"{folder.name}.1")
+    assert f"Renamed the earlier run to {aside}; to go on with it: --resume {aside}" in (folder / "out.log").read_text()
+    run_here([*argv, "--resume", "auto", "--run_num", "new"])
+    said = (folder.with_name("new") / "out.log").read_text()
+    assert "Nothing to resume: no run 'new' of 'tiny' has a checkpoint" in said

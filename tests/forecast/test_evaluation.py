@@ -137,10 +137,10 @@ def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kin
 
 
 def test_a_log_without_a_progress_bar_says_how_far_it_is(trained, tmp_path):
-    with mock.patch("utils.forecast.run.SAID_EVERY", 0):
+    with mock.patch("utils.record.progress.SAID_EVERY", 0):
         evaluated(trained, tmp_path / "out", "--local_batch_size", "2", "--stride", "4", "--forecasts", "netcdf")
     log = (tmp_path / "out/out.log").read_text()
-    assert "1 of 3 batches of forecasts" in log and "2 of 3" in log
+    assert "1 of 3 batches of forecasts, " in log and " s left\n" in log and "2 of 3" in log
     assert f"Forecasts to write: 5, up to {5 * SIZE:.3g} GB; free: " in log
 
 

@@ -23,8 +23,7 @@ from utils.ranks.agree import all_ranks_agree, share_error
 from utils.ranks.stop import StopRequests
 from utils.ranks.world import World
 from utils.record.log import close_log, open_log
-
-SAID_EVERY = 60  # seconds, where no progress bar is seen
+from utils.record.progress import Pulse, in_words
 
 
 @dataclass(eq=False)
@@ -87,11 +86,11 @@ class ForecastRun:
         with all_ranks_agree():
             self.data.begin(mine)
         bar = tqdm(range(rounds), desc="forecasts", unit="batch", disable=None if self.world.rank == 0 else True)
-        said = time.monotonic()
+        pulse, begun = Pulse(), time.monotonic()
         for i in bar:
-            if bar.disable and self.world.rank == 0 and time.monotonic() - said > SAID_EVERY:  # the log of a job
-                logging.info("%d of %d batches of forecasts", i, rounds)
-                said = time.monotonic()
+            if i and self.world.rank == 0 and pulse.is_due():
+                left = in_words((time.monotonic() - begun) / i * (rounds - i))
+                logging.info("%d of %d batches of forecasts, %s left", i, rounds, left)
             self._stop_if_asked()
             if i < len(mine):
                 yield mine[i]

@@ -27,6 +27,7 @@ from utils.measure.profiles import Profiles
 from utils.measure.verdict import out_of_memory
 from utils.observers import EpochRecord, Observer
 from utils.ranks.agree import all_ranks_agree
+from utils.record.progress import Progress
 from utils.record.steps import StepRecords
 from utils.run.folder import RunFolder, open_run_folder
 from utils.run.nonfinite import NonfiniteGuard
@@ -115,7 +116,8 @@ class Run:
         self.memory = MemoryWatch(state.model, state.optimizer, self.job.device, state.average)
         saving = Saving(resumed, best) if config.checkpoint_every is not None else None
         profiles = Profiles(lambda: summarise(self.build_model, config, self.job.data.fields))
-        for observer in filter(None, (self.logger, self.guard, saving, profiles, *self.more_observers)):
+        progress = Progress() if self.logger else None
+        for observer in filter(None, (self.logger, progress, self.guard, saving, profiles, *self.more_observers)):
             observer.begin(self)
             self.observers.append(observer)
         self.log("Starting Training Loop...")

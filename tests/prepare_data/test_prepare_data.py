@@ -495,6 +495,24 @@ def bad_inputs():
             ["--valid_from", "2000-01-01"],
             ["0 time step(s) are left for training"],
         ),
+        (
+            "none for validation",
+            lambda raw: raw,
+            ["--valid_from", "2030-01-01"],
+            ["0 time step(s) are left for validation, of 2000-12-25", "take an earlier --valid_from\n"],
+        ),
+        (
+            "none between the dates",
+            lambda raw: raw,
+            ["--valid_from", "2001-01-02", "--test_from", "2001-01-02"],
+            ["0 time step(s) are left for validation", "take an earlier --valid_from, or a later --test_from\n"],
+        ),
+        (
+            "none for tests",
+            lambda raw: raw,
+            ["--valid_from", "2000-12-28", "--test_from", "2030-01-01"],
+            ["left for tests", "an earlier --test_from\n"],
+        ),
         ("fill", lambda raw: raw, ["--fill", "sst=1"], ["--fill names 'sst'", "t2m, z500, z850"]),
         ("fill value", lambda raw: raw, ["--fill", "t2m=cold"], ["NAME=VALUE"]),
         ("fill with nothing", lambda raw: raw, ["--fill", "t2m=nan"], ["NAME=VALUE"]),
@@ -587,7 +605,7 @@ def test_check_tells_what_is_there(tmp_path, capsys):
     assert "valid: 1 file(s), 8 time steps" in out
 
 
-@pytest.mark.parametrize("fault", ["nan", "short", "statistics", "means", "time", "constant", "channels"])
+@pytest.mark.parametrize("fault", ["nan", "short", "statistics", "means", "time", "constant", "channels", "no valid"])
 def test_check_finds_faults(tmp_path, capsys, fault):
     write_data(tmp_path, names=["a", "b", "c"])
     if fault == "nan":
@@ -611,6 +629,9 @@ def test_check_finds_faults(tmp_path, capsys, fault):
         with h5py.File(tmp_path / "valid/2003.h5", "r+") as file:
             file["fields"][:, 1] = 4
         word = "b is 4 everywhere"
+    elif fault == "no valid":
+        shutil.rmtree(tmp_path / "valid")
+        word = "has no valid/, without which there is no training: make it anew with --valid_from DATE"
     else:
         write_file(tmp_path / "valid/2003.h5", fields(8, 3, 17, 32), names=["a", "b", "d"])
         word = "the parts of a data set must agree"

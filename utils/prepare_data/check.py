@@ -17,7 +17,8 @@ def check(folder: str) -> int:
     """Print shapes, times and gaps, and each channel's range, of a data set or of one folder of files.
 
     Reads every value once. Returns 0, or 1 where a value is not finite, a file cannot be read, or the parts of a data
-    set do not fit together. Raises ValueError (see Files.open) for a folder that holds no training files.
+    set do not fit together, or there is none for validation. Raises ValueError (see Files.open) for a folder that holds
+    no training files.
     """
     parts = [name for name in KINDS if Path(folder, name).is_dir()]
     opened = {name: Files.open(str(Path(folder, name))) for name in parts} or {"": Files.open(folder)}
@@ -28,6 +29,10 @@ def check(folder: str) -> int:
         faults += found
         if name in ("train", ""):
             means, stds = moments
+    if "train" in opened and "valid" not in opened:
+        faults.append(
+            f"{folder} has no valid/, without which there is no training: make it anew with --valid_from DATE"
+        )
     if len(opened) > 1:
         first, *others = opened.values()
         for files in others:

@@ -35,6 +35,7 @@ from utils.prepare_data.check import check
 
 MEMORY_GB = 1.0
 LARGEST = 1e30  # beyond it lie fill values
+WORDS = {"train": "training", "valid": "validation", "test": "tests"}
 
 
 @dataclass(eq=False)
@@ -179,7 +180,7 @@ class Preparation:
 def split(times: np.ndarray, valid_from: str | None, test_from: str | None) -> list[tuple[str, int, int]]:
     """Return the files to write, (kind/year, first step, last step + 1), in the order of time.
 
-    Raises ValueError for a date that is none, and where no two steps are left to train on.
+    Raises ValueError for a date that is none, and where no two steps are left for a part that was asked for.
     """
     starts = [("train", -np.inf)]
     for kind, text in (("valid", valid_from), ("test", test_from)):
@@ -193,11 +194,15 @@ def split(times: np.ndarray, valid_from: str | None, test_from: str | None) -> l
         raise ValueError(f"--valid_from {valid_from} comes after --test_from {test_from}: take a later one for tests")
     years = times.astype("datetime64[s]").astype("datetime64[Y]").astype(int) + 1970
     kinds = np.searchsorted([when for _, when in starts[1:]], times, side="right")
-    if (kinds == 0).sum() < 2:
-        raise ValueError(
-            f"{(kinds == 0).sum()} time step(s) are left for training, of {date(times[0])} to {date(times[-1])}: "
-            f"take a later --{starts[1][0]}_from"
-        )
+    for number, (kind, _) in enumerate(starts):
+        count = int((kinds == number).sum())
+        if count < 2:  # a sample is two of them, or more
+            move = f"a later --{starts[1][0]}_from" if number == 0 else f"an earlier --{kind}_from"
+            later = f", or a later --{starts[number + 1][0]}_from" if 0 < number < len(starts) - 1 else ""
+            raise ValueError(
+                f"{count} time step(s) are left for {WORDS[kind]}, of {date(times[0])} to {date(times[-1])}: "
+                f"take {move}{later}"
+            )
     bounds = [0, *(np.flatnonzero((np.diff(years) != 0) | (np.diff(kinds) != 0)) + 1).tolist(), len(times)]
     return [(f"{starts[kinds[a]][0]}/{years[a]}", a, b) for a, b in zip(bounds, bounds[1:])]
 

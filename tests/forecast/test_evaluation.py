@@ -228,7 +228,10 @@ def test_what_a_user_can_get_wrong(trained, tmp_path, monkeypatch):
     assert "take a multiple" in refused(flags(trained, "--lead_hours", "0"))
     few = refused(flags(trained, "--lead_hours", "120"))
     assert "no 21 steps in a row" in few and "lower --lead_hours" in few
-    assert "inf_data_path is None" in refused(["--checkpoint", run])
+    valid = f"--inf_data_path (such as {trained / 'valid'}, those of the validation)"
+    assert f"inf_data_path is None: give the folder of the files to forecast, {valid}" in refused(["--checkpoint", run])
+    elsewhere = refused(["--checkpoint", run, "--inf_data_path", "/nowhere"])
+    assert f"no data folder '/nowhere': check --data_dir, or give {valid}" in elsewhere
     assert "'Robins' is no map of cartopy.crs" in refused(flags(trained, "--projection", "Robins"))
     assert "ema_decay" in refused(flags(trained, "--weights", "ema", "--checkpoint", str(_plain(trained))))
     monkeypatch.setattr(ring, "available", lambda: 0)

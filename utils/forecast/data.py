@@ -6,6 +6,7 @@ Shapes:  B forecasts of one batch   K lead times   C channels   H W rows, column
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -110,9 +111,11 @@ class ForecastData(Forecasts):
     """
 
     def __init__(self, config: Config, settings: Evaluation, device: torch.device, info: dict | None = None):
+        valid = (info or {}).get("config", {}).get("valid_data_path")
+        other = f" (such as {valid}, those of the validation)" if valid and Path(valid).is_dir() else ""
         if config.inf_data_path is None:
-            raise ValueError("inf_data_path is None: give the folder of the files to forecast from (--inf_data_path)")
-        files = self.files = Files.open(config.inf_data_path, "check --data_dir or --inf_data_path")
+            raise ValueError(f"inf_data_path is None: give the folder of the files to forecast, --inf_data_path{other}")
+        files = self.files = Files.open(config.inf_data_path, f"check --data_dir, or give --inf_data_path{other}")
         fields = Fields.open(config, files)
         self.config, self.device = config, device
         self.normalise, _, self.normalise_forced = normalisers(fields, device, config.enable_jit)  # in place

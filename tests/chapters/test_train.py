@@ -58,7 +58,7 @@ def test_a_run_leaves_what_a_user_sees(tiny, caplog):
         "  Total validation time: ",
         "DONE ---- rank 0",
     ):
-        assert f" - root - INFO - {line}" in log
+        assert f" INFO {line}" in log
     assert log.count("  First iteration: ") == 1 and "attention kernel: SDPA's choice" in log
     steps, epochs = records(folder, "step"), records(folder, "epoch")
     assert [s["iteration"] for s in steps] == [1, 2, 3, 4, 5]  # exactly num_iters, across epochs of 2

@@ -118,7 +118,7 @@ def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kin
     try:
         argv = flags(trained, "--out", str(disk / "out"), *more)
         done = run_ranks(1, [str(ROOT / "evaluate.py"), *argv])[0]
-        told = [line for line in done.stderr.splitlines() if " - INFO - " not in line]
+        told = [line for line in done.stderr.splitlines() if " INFO " not in line]
         assert done.returncode == 74 and len(told) == 1, done.stderr
         assert f"rank 0: cannot write to {disk / 'out'} (" in told[0]
         assert ("is the disk full?" if kind == "netcdf" else "No space left on device") in told[0]

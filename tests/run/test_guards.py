@@ -171,7 +171,7 @@ def test_the_log_of_a_run_tells_what_ended_it(tiny):
     with pytest.raises(ValueError):
         run_here(tiny_flags(tiny, "--num_iters=10"))
     last = (run_folder(tiny_flags(tiny)) / "out.log").read_text().splitlines()[-1]
-    assert " - ERROR - Refused: iteration " in last and "2001.h5" in last
+    assert " ERROR Refused: iteration " in last and "2001.h5" in last
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Log lines, on rank 0: to the terminal and to the run's out.log, in the format of the tutorial's published logs."""
+"""Log lines, on rank 0: to the terminal and to the run's out.log."""
 
 import contextlib
 import logging
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class _AboveTheBar(logging.StreamHandler):

@@ -130,17 +130,17 @@ class RunLogger(Observer):
         """Log how fast the iterations of an epoch were, and their loss."""
         if record.iterations:
             speed, seconds = record.samples_per_sec, record.seconds
-            logging.info("Time taken for epoch %i is %f sec, avg %f samples/sec", record.epoch, seconds, speed)
+            logging.info("Time taken for epoch %i is %.2f sec, avg %.2f samples/sec", record.epoch, seconds, speed)
             speeds = {"iters_per_sec": record.iterations / seconds, "samples_per_sec": speed}
             self.curves.points({"event": "speed", "iteration": record.iteration, **speeds})
-        logging.info("  Avg train loss=%f", record.train_loss)
-        logging.info(" Memory usage after forward pass: %f GB.", self.memory.after_forward)
+        logging.info("  Avg train loss=%.4g", record.train_loss)
+        logging.info("  Memory usage after forward pass: %.3f GB", self.memory.after_forward)
         parts = record.memory_gb.items()
         logging.info("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
         if self.is_first_epoch and record.iterations:  # what compiles did so in its first iteration
             first = record.first_iteration_sec
             rest = (record.seconds - first) / max(record.iterations - 1, 1)
-            logging.info("  First iteration: %f sec, those after it: %f sec each", first, rest)
+            logging.info("  First iteration: %.3g sec, those after it: %.3g sec each", first, rest)
             self.is_first_epoch = False
 
     @in_span("logging")
@@ -150,10 +150,10 @@ class RunLogger(Observer):
         passes = self.job.config.mean_steps(range(record.iteration - record.iterations, record.iteration))
         record.mfu = speed and 3 * self.flops * passes * speed / (self.job.world.size * self.peak)
         self.write(record.event())
-        logging.info("  Avg val loss={}".format(record.valid_loss))
+        logging.info("  Avg val loss=%.4g", record.valid_loss)
         if record.valid_loss_ema is not None:
-            logging.info("  Avg val loss of the moving average={}".format(record.valid_loss_ema))
-        logging.info("  Total validation time: {} sec".format(record.validation_seconds))
+            logging.info("  Avg val loss of the moving average=%.4g", record.valid_loss_ema)
+        logging.info("  Total validation time: %.2f sec", record.validation_seconds)
         self.curves.points(record.event())
         self._draw(example, record.iteration)
         self.curves.sync()

@@ -100,7 +100,7 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("base: {wireup_info: env, wireup_store: tcp, optimizer: Adam, model_backend: pytorch}")
     _, remarks = load_config(["--yaml_config", str(path)])
-    assert remarks == ["Keys accepted and not needed: wireup_info, wireup_store, optimizer"]
+    assert remarks == ["Keys accepted and not needed: wireup_info, wireup_store"]
     assert load_config(["--yaml_config", str(path), "--wireup_info", "env"])[0].lr == 5e-4
 
 
@@ -182,6 +182,7 @@ def test_data_dir_stands_for_the_front_of_the_paths(tmp_path):
     assert config.valid_data_path == "mine/valid"
     _, remarks = load_config(["--config", "demo", "--data_dir", str(tmp_path)])
     assert remarks[-1] == "data_dir changes nothing: no path of section 'demo' begins with /data"
+    assert not any("data_dir" in remark for remark in load_config(["--data_dir", "/data"])[1])  # there or not
     with pytest.raises(
         ValueError, match="data_dir '/nowhere' is not there, and no path of section 'demo' .*: leave it out"
     ):

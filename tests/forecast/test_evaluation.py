@@ -122,6 +122,7 @@ def test_a_full_disk_is_one_line_and_with_room_it_goes_on(trained, tmp_path, kin
         assert done.returncode == 74 and len(told) == 1, done.stderr
         assert f"rank 0: cannot write to {disk / 'out'} (" in told[0]
         assert ("is the disk full?" if kind == "netcdf" else "No space left on device") in told[0]
+        assert ": make room; the same command goes on" in told[0]
         there = len(list((disk / "out/kept").glob("*.npz")))
         assert {"before": there == 0, "meanwhile": 0 < there < 19}.get(full, there == 19)
         assert (disk / "out/logs").exists() == (full == "TensorBoard")

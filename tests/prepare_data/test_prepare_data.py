@@ -631,7 +631,7 @@ def test_check_finds_faults(tmp_path, capsys, fault):
         word = "b is 4 everywhere"
     elif fault == "no valid":
         shutil.rmtree(tmp_path / "valid")
-        word = "has no valid/, without which there is no training: make it anew with --valid_from DATE"
+        word = "has no valid/, and training validates: make it anew with --valid_from DATE, or"
     else:
         write_file(tmp_path / "valid/2003.h5", fields(8, 3, 17, 32), names=["a", "b", "d"])
         word = "the parts of a data set must agree"

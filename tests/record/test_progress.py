@@ -32,11 +32,12 @@ def test_ten_seconds_pass_between_lines_and_the_time_left_is_that_of_the_last_st
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     caplog.set_level(logging.INFO)
-    progress, config = Progress(), Config(num_iters=600, global_batch_size=16)
+    progress, config = Progress(), Config(num_iters=600, global_batch_size=16, rollout_steps=[4], rollout_from=[450])
     progress.begin(SimpleNamespace(job=SimpleNamespace(config=config, data=SimpleNamespace(valid_loader=range(9)))))
 
     def steps(numbers, seconds):
         for iteration in numbers:
+            progress.before_step(0)
             now[0] += seconds
             progress.after_step(iteration, 0)
 
@@ -50,11 +51,10 @@ def test_ten_seconds_pass_between_lines_and_the_time_left_is_that_of_the_last_st
     progress.after_epoch(None, ())
     steps(range(31, 42), 1)
     assert caplog.messages == [
-        "iteration 2 of 600, 8 samples/s, 20 min left",
-        "iteration 10 of 600, loss 0.3142, 12.8 samples/s, 12 min left",
-        "iteration 30 of 600, loss 0.3142, 32 samples/s, 5 min left",
+        "iteration 6 of 600, 8 samples/s, 35 min left",  # the last 150 are of four steps
+        "iteration 26 of 600, loss 0.3142, 32 samples/s, 9 min left",
         "validation: 2 of 9 batches",
-        "iteration 40 of 600, loss 0.3142, 16 samples/s, 9 min left",
+        "iteration 40 of 600, loss 0.3142, 16 samples/s, 17 min left",
     ]
 
 

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, clean_environment, run_here, tiny_flags
+from tests.helpers import ROOT, clean_environment, run_folder, run_here, tiny_flags
 from utils.config.settings import Config
+from utils.errors import Ended
 from utils.run.folder import lock_run, make_run_folder
 
 
@@ -17,7 +18,7 @@ def test_an_old_run_is_renamed_aside(tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["b", "b.1", "b.2"]
     assert first.remarks == [] and {run.path for run in (first, *others)} == {path}
     asides = [path.with_name(f"b.{n}") for n in (1, 2)]
-    said = [f"Renamed the earlier run to {aside}; to go on with it: --resume {aside}" for aside in asides]
+    said = [f"Renamed the earlier run to {aside}" for aside in asides]  # they have no checkpoint
     assert [run.remarks for run in others] == [[one] for one in said]
     (path / "file").touch()
     with pytest.raises(ValueError, match="choose another --expdir"):
@@ -41,12 +42,17 @@ def test_a_run_is_not_renamed_under_its_evaluation(tmp_path):
 
 
 def test_the_log_says_what_was_renamed_and_what_cannot_be_resumed(tiny):
-    argv = tiny_flags(tiny, "--num_iters", "1")
-    folder = run_here(argv)
+    argv = tiny_flags(tiny, "--num_iters", "500", "--time_limit", "1s")
+    folder = run_folder(argv)
+    with pytest.raises(Ended):
+        run_here(argv)
     assert "Renamed" not in (folder / "out.log").read_text()
-    run_here([*argv, "--resume", "none"])
-    aside = folder.with_name(f"{folder.name}.1")
-    assert f"Renamed the earlier run to {aside}; to go on with it: --resume {aside}" in (folder / "out.log").read_text()
+    argv = tiny_flags(tiny, "--num_iters", "1")
+    for number, is_finished in ((1, False), (2, True)):
+        run_here(argv)
+        aside = folder.with_name(f"{folder.name}.{number}")
+        said = f"Renamed the earlier run to {aside}" + ("" if is_finished else f"; to go on with it: --resume {aside}")
+        assert f"{said}\n" in (folder / "out.log").read_text()
     run_here([*argv, "--resume", "auto", "--run_num", "new"])
     said = (folder.with_name("new") / "out.log").read_text()
     assert "Nothing to resume: no run 'new' of 'tiny' has a checkpoint" in said

@@ -15,9 +15,8 @@ import yaml
 from utils.config.settings import FIELDS, Config
 
 YAML_CONFIG = "config/ViT.yaml"
-# Keys of the tutorial's YAML files that nothing here needs: accepted, and said. The optimiser is always Adam.
+# Keys of the tutorial's YAML files that nothing here needs: accepted, and said.
 UNUSED_KEYS = ("wireup_info", "wireup_store")
-NOTED_KEYS = (*UNUSED_KEYS, "optimizer")
 
 
 def _unknown(name: str, known: typing.Iterable[str], what: str, where: str) -> ValueError:
@@ -185,7 +184,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         if field.metadata["chapter"] > chapter and getattr(config, name) != field.default:
             script = {2: "train_mp.py", 3: "train_mp_graphs.py"}[field.metadata["chapter"]]
             raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run {script}")
-    noted = [name for name in NOTED_KEYS if name in keys or name in flags]
+    noted = [name for name in UNUSED_KEYS if name in keys or name in flags]
     remarks = [f"Keys accepted and not needed: {', '.join(noted)}"] if noted else []
     for flag, is_used, names in (
         ("--enable_jit", config.enable_jit, ("compile_modules", "compile_mode")),
@@ -218,7 +217,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             raise ValueError(f"{name} is {getattr(config, name)}: it takes a probability below 1")
     if config.data_dir is not None:
         moved = move_data(config, config.data_dir)
-        if moved == config:
+        if moved == config and config.data_dir != "/data":
             remarks.append(moves_nothing(config.data_dir, f"no path of section {section!r} begins with /data"))
         config = moved
     return config, remarks

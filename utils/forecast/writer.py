@@ -9,6 +9,7 @@ Shapes:  N forecasts   K lead times   C channels   H W rows, columns
 """
 
 import contextlib
+import errno
 import importlib
 import math
 from collections.abc import Iterator
@@ -150,7 +151,7 @@ def _raising_oserror() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise OSError(f"{error}; is the disk full?") from None
+        raise OSError(errno.ENOSPC, f"{error}; is the disk full?") from None
 
 
 class NetcdfWriter(ForecastWriter):

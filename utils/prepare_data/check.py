@@ -31,7 +31,8 @@ def check(folder: str) -> int:
             means, stds = moments
     if "train" in opened and "valid" not in opened:
         faults.append(
-            f"{folder} has no valid/, without which there is no training: make it anew with --valid_from DATE"
+            f"{folder} has no valid/, and training validates: make it anew with --valid_from DATE, or give training "
+            f"another folder with --valid_data_path"
         )
     if len(opened) > 1:
         first, *others = opened.values()

@@ -16,11 +16,15 @@ class Pulse:
     def __init__(self):
         self.is_wanted, self.last = not sys.stderr.isatty(), time.monotonic()
 
+    def restart(self) -> None:
+        """Begin to wait anew."""
+        self.last = time.monotonic()
+
     def is_due(self) -> bool:
         """Return whether it is time, and begin to wait anew if so."""
         if not self.is_wanted or time.monotonic() - self.last < SAID_EVERY:
             return False
-        self.last = time.monotonic()
+        self.restart()
         return True
 
 
@@ -29,31 +33,44 @@ class Progress(Observer):
 
     def __init__(self):
         self.pulse, self.loss = Pulse(), ""
-        self.mark: tuple[int, float] | None = None  # an iteration of this stretch of training, and when it was done
+        self.mark: tuple[int, float] | None = None  # the iteration that a stretch of training begins after, and when
+        self.iteration = 0  # done; 0 before this process has done one
         self.validated = 0  # batches of the validation in progress
 
     def begin(self, run: Any) -> None:
         """Read how long the run is."""
-        config, data = run.job.config, run.job.data
-        self.iterations, self.batch = config.num_iters, config.global_batch_size
-        self.validation_batches = len(data.valid_loader) * (1 if config.ema_decay is None else 2)
+        self.config, data = run.job.config, run.job.data
+        self.validation_batches = len(data.valid_loader) * (1 if self.config.ema_decay is None else 2)
 
     def step_is_known(self, record: dict[str, Any]) -> None:
         """Keep a loss for the next line."""
         self.loss = f", loss {record['loss']:.4g}"
 
+    def before_step(self, left: int) -> None:
+        """Begin a stretch of training where a validation has ended one."""
+        if self.mark is None and self.iteration:
+            self._begin()
+
     def after_step(self, iteration: int, left: int) -> None:
         """Say how far the training is, if it is time."""
+        self.iteration, config = iteration, self.config
         if self.mark is None:  # what is compiled in a first iteration tells nothing of those to come
-            self.mark = iteration, time.monotonic()
+            self._begin()
         elif self.pulse.is_due():
             (before, then), now = self.mark, time.monotonic()
             speed, self.mark = (iteration - before) / (now - then), (iteration, now)
+            done, todo = (
+                config.mean_steps(range(*part)) for part in ((before, iteration), (iteration, config.num_iters))
+            )
             logging.info(
                 "iteration %d of %d%s, %.4g samples/s, %s left",
-                *(iteration, self.iterations, self.loss, speed * self.batch),
-                in_words((self.iterations - iteration) / speed),
+                *(iteration, config.num_iters, self.loss, speed * config.global_batch_size),
+                in_words((config.num_iters - iteration) / speed * todo / done),
             )
+
+    def _begin(self) -> None:
+        self.mark = self.iteration, time.monotonic()
+        self.pulse.restart()
 
     def after_validation_batch(self, iteration: int) -> None:
         """Say how far the validation is, if it is time."""

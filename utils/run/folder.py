@@ -72,8 +72,10 @@ def make_run_folder(config: Config, name: str) -> RunFolder:
         if path.exists():
             for folder in (path, *(lock.parent for lock in path.glob("*/lock"))):
                 lock_run(folder).close()
+            old = _read_run(path).newest
             aside = rename_aside(path)
-            found.remarks.append(f"Renamed the earlier run to {aside}; to go on with it: --resume {aside}")
+            go_on = f"; to go on with it: --resume {aside}" if old and not old["is_finished"] else ""
+            found.remarks.append(f"Renamed the earlier run to {aside}{go_on}")
         (path / "logs").mkdir(parents=True)
     except OSError as error:
         raise ValueError(f"cannot write {path} ({error.strerror}): choose another --expdir, or --run_num") from None

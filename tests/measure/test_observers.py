@@ -55,7 +55,7 @@ def test_training_goes_on_without_what_fails(tiny, monkeypatch, owner, name, err
     folder = run_here(tiny_flags(tiny, "--report", *flags))
     assert losses(folder) == losses(plain)
     log = (folder / "out.log").read_text()
-    assert log.count(f"WARNING - {warning}") == (2 if name == "take" else 1) and "DONE ---- rank 0" in log
+    assert log.count(f"WARNING {warning}") == (2 if name == "take" else 1) and "DONE ---- rank 0" in log
     assert ("Verdict: This run is bound by " in log) == (name != "summary_table")
     monkeypatch.undo()
     again = run_here(tiny_flags(tiny, "--report", "--run_num", "again"))  # nothing is left switched on

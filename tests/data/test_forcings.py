@@ -312,15 +312,7 @@ def test_states_without_a_time_are_refused(trained, tmp_path):
         write_file(tmp_path / name, fields(2, 3, 17, 32), start=STEP * 10 * i, names=["u", "v", "t"])
     with h5py.File(tmp_path / "2002.h5", "r+") as file:
         del file["time"]
-    argv = [
-        "--checkpoint",
-        str(trained / "exported"),
-        "--initial",
-        str(tmp_path),
-        "--dates",
-        "all",
-        "--lead_hours",
-        "6",
-    ]
+    argv = ["--checkpoint", str(trained / "exported"), "--initial", str(tmp_path), "--dates", "all"]
+    argv += ["--lead_hours", "6"]
     with pytest.raises(Refused, match="stores no time: give states that do"):
         call_here(forecast.main, [*argv, "--out", str(tmp_path / "out")])

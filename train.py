@@ -105,7 +105,7 @@ def update_weights(
 
 
 def train(step: Callable, update: Callable, model: nn.Module, data: WeatherData, config: Config, run: Run) -> None:
-    """Train for `num_iters` iterations; validate after each epoch and at the end: also the weights' moving average.
+    """Train for `num_iters` iterations; validate after each epoch and at the end, with `validate_first` also before.
 
     `step(*tensors)` fills the gradients, returns the loss; `update(lr)` changes the weights, returns the norm.
     """

@@ -51,7 +51,7 @@ class Scores:
     """Sums over the samples of a validation set, kept on the device until `reduce`."""
 
     weights: Tensor  # of the grid points, adding up to 1 over the whole image, [H, W]
-    climatology: Tensor  # normalised time means of the forecast channels, [C, H, W]
+    climatology: Tensor | None  # normalised time means of the forecast channels, [C, H, W]; without: no ACC
     origins: Tensor  # the input channel that each forecast channel persists from, -1 where there is none, [C]
     total: Total = _whole  # adds up sums over the ranks that hold parts of the same image
     group: dist.ProcessGroup | None = None  # the ranks whose samples differ; all ranks by default
@@ -74,11 +74,12 @@ class Scores:
         self.sums[1, 0] += real.sum()
         same = inp.index_select(1, self.persistence)
         self.sums[2] += count(weighted_rmse(forecast, target, self.weights, total=self.total))
-        self.sums[3] += count(weighted_acc(forecast, target, self.climatology, self.weights, total=self.total))
+        if self.climatology is not None:
+            self.sums[3] += count(weighted_acc(forecast, target, self.climatology, self.weights, total=self.total))
         self.sums[4] += count(weighted_rmse(same.to(self.sums.dtype), target, self.weights, total=self.total))
 
     @in_span("validation")
-    def reduce(self) -> dict[str, float | list[float | None]]:
+    def reduce(self) -> dict[str, float | list[float | None] | None]:
         """Return the means over all samples of all ranks: `loss`, and `rmse`, `acc`, `persistence` per channel."""
         dist.all_reduce(self.sums, group=self.group)
         sums, origins = torch.vstack([self.sums, self.origins]).cpu().split([5, 1])
@@ -87,6 +88,6 @@ class Scores:
             "loss": (sums[0, 0] / sums[1, 0]).item(),
             "samples": int(sums[1, 0]),
             "rmse": rmse,
-            "acc": acc,
+            "acc": None if self.climatology is None else acc,
             "persistence": [x if origin >= 0 else None for x, origin in zip(persistence, origins[0].tolist())],
         }

@@ -14,7 +14,7 @@ class EpochRecord:
 
     epoch: int  # from 1
     iteration: int  # done
-    train_loss: float
+    train_loss: float | None  # None before the first step, as what follows
     samples_per_sec: float | None
     data_wait_frac: float | None  # of the time after the first batch
     first_iteration_sec: float | None
@@ -29,19 +29,27 @@ class EpochRecord:
     valid_samples: int = 0
     valid_rmse: dict[str, float] | None = None
     valid_rmse_units: dict[str, float] | None = None
-    valid_acc_timemean: dict[str, float] | None = None
+    valid_acc_timemean: dict[str, float] | None = None  # None without time means
     persistence_rmse: dict[str, float | None] | None = None
     mfu: float | None = None
     valid_loss_ema: float | None = None  # of the moving average of the weights, with --ema_decay
     valid_rmse_ema: dict[str, float] | None = None
 
-    def set_scores(self, scores: dict[str, Any], names: list[str], stds: list[float]) -> None:
-        """Take over what a validation found (`Scores.reduce`) for the forecast channels."""
+    @staticmethod
+    def before_training(memory_gb: dict[str, float]) -> "EpochRecord":
+        """Return that of a validation before the first step."""
+        return EpochRecord(0, 0, None, None, None, None, memory_gb, iterations=0, seconds=0.0)
+
+    def set_scores(self, validations: dict[str, dict[str, Any]], names: list[str], stds: list[float]) -> None:
+        """Take over what a validation found (`Scores.reduce`) for the forecast channels, by the kind of weights."""
+        scores = validations["raw"]
         self.valid_loss, self.valid_samples = scores["loss"], scores["samples"]
         self.valid_rmse = dict(zip(names, scores["rmse"]))
         self.valid_rmse_units = {name: x * std for name, x, std in zip(names, scores["rmse"], stds)}
-        self.valid_acc_timemean = dict(zip(names, scores["acc"]))
+        self.valid_acc_timemean = scores["acc"] and dict(zip(names, scores["acc"]))
         self.persistence_rmse = dict(zip(names, scores["persistence"]))
+        if averaged := validations.get("ema"):
+            self.valid_loss_ema, self.valid_rmse_ema = averaged["loss"], dict(zip(names, averaged["rmse"]))
 
     def event(self) -> dict[str, Any]:
         """Return it as a line of metrics.jsonl."""
@@ -78,6 +86,9 @@ class Observer:
 
     def after_training(self, record: EpochRecord) -> None:
         """The iterations of an epoch are done, and not yet its validation."""
+
+    def after_first_validation(self, record: EpochRecord, example: tuple) -> None:
+        """The model is validated as it is before the first step: epoch 0. The arguments are those of `after_epoch`."""
 
     def after_epoch(self, record: EpochRecord, example: tuple) -> None:
         """An epoch is validated; `example` are input, target and forecast of its first sample, [C, H, W] each."""

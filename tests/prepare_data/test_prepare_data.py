@@ -53,6 +53,8 @@ def read(folder):
     for path in sorted(folder.rglob("*.*")):
         if path.suffix == ".npy":
             found[path.name] = np.load(path)
+        elif path.suffix == ".txt":
+            found[path.name] = path.read_text().split()
         else:
             with h5py.File(path) as file:
                 found[f"{path.parent.name}/{path.name}"] = {

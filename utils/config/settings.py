@@ -116,7 +116,9 @@ class Config:
     inf_data_path: str | None = path(None, "folder of the files to forecast from (evaluate.py)", "evaluation")
     global_means_path: str = path("/data/stats/global_means.npy", "mean of each channel, [1, C, 1, 1]", "evaluation")
     global_stds_path: str = path("/data/stats/global_stds.npy", "std of each channel, [1, C, 1, 1]", "evaluation")
-    time_means_path: str = path("/data/stats/time_means.npy", "mean of each grid point, [1, C, H, W]", "evaluation")
+    time_means_path: str | None = path(
+        "/data/stats/time_means.npy", "mean of each grid point, [1, C, H, W]; if there is none: no ACC", "evaluation"
+    )
     time_diff_stds_path: str | None = path(None, "std of the change over dt: scales a residual forecast", "evaluation")
     img_size: list[int] = key((360, 720), "rows and columns to use, from the north-west corner", "training", at_least=1)
     dt: int = key(1, "lead of the forecast, in stored steps", "training", at_least=1)
@@ -205,6 +207,7 @@ class Config:
     profile: str = key("none", "profiler of some steps, whose traces go to profile/", "loop", choices=("none", "torch"))
     profile_steps: list[int] = key((10, 2, 3), "steps to wait, to warm up, and to profile", "run", at_least=0)
     profile_ranks: str = key("first", "ranks that write a trace", "run", choices=("first", "all"))
+    validate_first: bool = key(False, "validate before the first step, too: a point at iteration 0", "run")
     tracker: str = key("none", "where curves go beside TensorBoard", "loop", choices=("none", "mlflow"))
     plot_channels: list[str] | None = key(None, "channels to draw in validation (default: the first)", "evaluation")
 

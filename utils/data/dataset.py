@@ -156,13 +156,13 @@ class WeatherData:
         return distance(self.config, self.fields, self.tokens, self.device)
 
     @cached_property
-    def _scored(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _scored(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """What scores are counted from, on the device: weights and climatology of this rank's tokens, and origins."""
         kind, (H, W) = {"device": self.device, "dtype": torch.get_default_dtype()}, self.config.img_size
         weights = latitude_weights(torch.tensor(self.fields.latitude, **kind))[:, None].expand(H, W) / (H * W)
-        climatology = torch.tensor(self.fields.climatology, **kind)
-        rows = slice(self.tokens.rows.start, self.tokens.rows.stop)
-        weights, climatology = (self.tokens.cut(x[..., rows, :]) for x in (weights, climatology))
+        usual, rows = self.fields.climatology, slice(self.tokens.rows.start, self.tokens.rows.stop)
+        climatology = None if usual is None else self.tokens.cut(torch.tensor(usual, **kind)[..., rows, :])
+        weights = self.tokens.cut(weights[..., rows, :])
         return weights, climatology, torch.tensor(self.fields.origins, device=self.device)
 
 

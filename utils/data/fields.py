@@ -10,8 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from utils.config.settings import Config
-from utils.data.files import STORED_STEP_HOURS, Files, channel_indices, check_crop, load_stats
+from utils.data.files import STORED_STEP_HOURS, Files, channel_indices, check_crop
 from utils.data.forcings import Forcings
+from utils.data.statistics import Statistics
+
+PICTURE = "t2m"  # what the tutorial draws of its 20 channels, whose files name none
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +32,13 @@ class Fields:
     longitude: np.ndarray  # degrees east, [W]
     means: np.ndarray  # [C]
     stds: np.ndarray  # [C]
-    time_means: np.ndarray  # of the forecast channels, [C_out, H, W]
+    time_means: np.ndarray | None  # of the forecast channels, [C_out, H, W]; None where nobody knows them
     forcings: Forcings  # what is read beside the state
     residual_scale: list[float] | None = None  # of the change that a residual model forecasts, [C_out]
     step_hours: float = STORED_STEP_HOURS  # lead of a forecast
     has_time: bool = False
-    warning: str | None = None
+    statistics: Statistics | None = None  # how their files are read; None: as they are
+    remarks: tuple[str, ...] = ()
 
     @staticmethod
     def open(config: Config, files: Files) -> "Fields":
@@ -43,29 +47,25 @@ class Fields:
         Raises ValueError, in one line with the remedy, for whatever is wrong with the statistics, the crop or the
         channels asked for.
         """
-        C, H, W = files.shape
+        _, H, W = files.shape
         rows, columns = config.img_size
         check_crop(files, config.img_size, config.patch_size)
-        names, warning = files.names(config.channel_names)
+        names, assumed = files.names(config.channel_names)
         inputs = channel_indices(names, config.in_channels, config.n_in_channels, "in_channels")
         outputs = channel_indices(names, config.out_channels, config.n_out_channels, "out_channels")
         out_names = [names[c] for c in outputs]
-        shown = out_names[:1] if config.plot_channels is None else config.plot_channels
-        means = load_stats(config.global_means_path, [(1, C, 1, 1)], "global_means_path").reshape(C)
-        stds = load_stats(config.global_stds_path, [(1, C, 1, 1)], "global_stds_path").reshape(C)
-        for c in inputs + outputs:
-            if not stds[c] > 0:
-                raise ValueError(
-                    f"{config.global_stds_path} gives channel {names[c]!r} a standard deviation of {stds[c]}: "
-                    f"it must be above 0; leave a constant channel out"
-                )
-        shapes = list(dict.fromkeys([(1, C, H, W), (1, C, rows, columns)]))
-        time_means = load_stats(config.time_means_path, shapes, "time_means_path")
+        shown = config.plot_channels
+        if shown is None:  # the tutorial's picture is that of t2m
+            shown = [PICTURE] if assumed and PICTURE in out_names else out_names[:1]
+        used = tuple(dict.fromkeys(inputs + outputs))
+        statistics = Statistics(names, used, are_named=bool(config.channel_names or files.channel_names))
+        means, stds = statistics.moments(config)
+        time_means = statistics.time_means(config, (H, W))
         scale = None
         if config.time_diff_stds_path is not None:
             if not config.residual:
                 raise ValueError("time_diff_stds_path scales a residual forecast: add --residual, or leave it out")
-            diffs = load_stats(config.time_diff_stds_path, [(1, C, 1, 1)], "time_diff_stds_path").reshape(C)
+            diffs = statistics.load(config.time_diff_stds_path, "time_diff_stds_path")[:, 0, 0]
             scale = (diffs[outputs] / stds[outputs]).tolist()
         seconds = files.step_seconds()
         forcings = Forcings.open(config, files.latitude[:rows], files.longitude[:columns])
@@ -82,12 +82,13 @@ class Fields:
             longitude=files.longitude[:columns],
             means=means,
             stds=stds,
-            time_means=time_means[0, outputs, :rows, :columns],
+            time_means=time_means if time_means is None else time_means[outputs, :rows, :columns],
             residual_scale=scale,
             step_hours=config.dt * (seconds / 3600 if seconds else STORED_STEP_HOURS),
             has_time=seconds is not None,
-            warning=warning,
             forcings=forcings,
+            statistics=statistics,
+            remarks=(*filter(None, [assumed]), *statistics.remarks),
         ).checked(config)
 
     @staticmethod
@@ -118,7 +119,7 @@ class Fields:
             longitude=longitude,
             means=np.zeros(len(names)),
             stds=np.ones(len(names)),
-            time_means=np.zeros((len(out_names), H, W)),
+            time_means=None,
             forcings=Forcings(latitude, longitude, tuple(config.forcings or ()), tuple(config.constants or ())),
         ).checked(config)
 
@@ -177,8 +178,10 @@ class Fields:
         return [self.inputs.index(c) if c in self.inputs else -1 for c in self.outputs]
 
     @property
-    def climatology(self) -> np.ndarray:
-        """The time means, normalised, [C_out, H, W]."""
+    def climatology(self) -> np.ndarray | None:
+        """The time means, normalised, [C_out, H, W]; None where there are none."""
+        if self.time_means is None:
+            return None
         return (self.time_means - self.means[self.outputs, None, None]) / self.stds[self.outputs, None, None]
 
     @property

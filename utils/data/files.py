@@ -171,23 +171,6 @@ def check_crop(files: Files, img_size: tuple[int, int], patch_size: int) -> None
             )
 
 
-def load_stats(path: str, shapes: list[tuple[int, ...]], key: str) -> np.ndarray:
-    """Load a statistics file of one of the `shapes`.
-
-    Raises ValueError for a missing file, another shape, or values that are not finite.
-    """
-    try:
-        array = np.asarray(np.load(path))  # an archive of several has no shape
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"cannot read {path!r} ({type(error).__name__}): check --{key}") from None
-    if array.shape not in shapes:
-        legal = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{path} has the shape {list(array.shape)}: {key} must be {legal}")
-    if not np.isfinite(array).all():
-        raise ValueError(f"{path} holds values that are not finite: compute {key} anew")
-    return array
-
-
 def _short(value) -> str:
     text = " ".join(str(np.asarray(value)).split())
     return text if len(text) < 60 else text[:57] + "..."

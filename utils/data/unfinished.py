@@ -49,7 +49,7 @@ class Unfinished:
         """Return the files that an interrupted run left complete; take over its sums and counts."""
         if not self.known:
             return []
-        writer.load(self.folder / self.known["sums"])
+        writer.sums.load(self.folder / self.known["sums"])
         missing.update(self.known["missing"])
         print(f"Going on with an unfinished {self.out}: {len(self.known['done'])} file(s) are complete")
         return self.known["done"]
@@ -58,7 +58,7 @@ class Unfinished:
         """Note that the files `done` are complete."""
         # The sums first, under a name of their own, and then the note that names them: both are of one moment.
         sums = self.folder / f"sums-{len(done)}.npz"
-        writer.save(sums)
+        writer.sums.save(sums)
         note = {"request": self.request, "done": done, "missing": missing, "sums": sums.name}
         write_text(self.state, json.dumps(note))
         for old in set(self.folder.glob("sums-*.npz")) - {sums}:

@@ -4,6 +4,7 @@
     FOLDER/stats/global_means.npy, global_stds.npy [1, C, 1, 1], time_means.npy [1, C, H, W], from the training files
     FOLDER/stats/constants.h5            as the files, of one frame and without `time`: what does not change
     FOLDER/stats/time_diff_stds.npy      [1, C, 1, 1], std of the change in one stored step, from the training files
+    FOLDER/stats/channels.txt            the names of the channels, a line each: by them statistics are taken
 
 Shapes: T time steps, C channels, H latitudes, W longitudes.
 """
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import torch
 from torch import Tensor
 
-from utils.files import to_disk, whole
+from utils.data.statistics_sums import StatisticsSums
+from utils.files import to_disk
 
 # The axes of `fields`, with their units.
 AXES = {"time": "seconds since 1970-01-01", "channel": "", "latitude": "degrees_north", "longitude": "degrees_east"}
@@ -37,8 +38,6 @@ class DatasetWriter:
     `layout` a key of LAYOUTS. Statistics are gathered on the way, in float64, from the values as stored.
     """
 
-    SUMS = ("sum", "square_sum", "diff_sum", "diff_square_sum", "frames", "differences")
-
     folder: Path
     channels: list[str]
     units: list[str]
@@ -54,9 +53,7 @@ class DatasetWriter:
             self.storage["chunks"] = (1, 1, *self.shape[1:])
         self.fields: dict[str, h5py.Dataset] = {}
         self.previous: dict[str, Tensor] = {}  # the last frame of each training file, for the differences
-        self.frames = self.differences = 0
-        self.sum = torch.zeros(self.shape, dtype=torch.float64)
-        self.square_sum, self.diff_sum, self.diff_square_sum = torch.zeros(3, len(self.channels), dtype=torch.float64)
+        self.sums = StatisticsSums(self.shape)
 
     def add_file(self, name: str, time: np.ndarray | None) -> None:
         """Create FOLDER/`name`.h5 (say train/2001) for the times [T], in seconds since 1970-01-01.
@@ -94,17 +91,7 @@ class DatasetWriter:
         self.fields[name][t] = frame.numpy()
         if not name.startswith("train/"):
             return
-        # A channel at a time stays in the processor's cache: for large frames twice as fast or more.
-        for channel, values in enumerate(frame):
-            wide = values.double()
-            self.sum[channel] += wide
-            self.square_sum[channel] += wide.square().sum()
-            if t > 0 and not gap:
-                change = wide.sub_(self.previous[name][channel])
-                self.diff_sum[channel] += change.sum()
-                self.diff_square_sum[channel] += change.square_().sum()
-        self.frames += 1
-        self.differences += t > 0 and not gap
+        self.sums.add(frame, None if t == 0 or gap else self.previous[name])
         if t == len(self.fields[name]) - 1:
             self.previous.pop(name, None)
         elif t == 0:
@@ -117,17 +104,6 @@ class DatasetWriter:
         self.fields.pop(name).file.close()
         to_disk(self.folder / f"{name}.h5")
 
-    def save(self, path: Path) -> None:
-        """Keep the statistics so far, complete or not at all; `load` goes on from there."""
-        with whole(path) as part, part.open("wb") as file:
-            np.savez(file, **{name: getattr(self, name) for name in self.SUMS})
-
-    def load(self, path: Path) -> None:
-        """Go on from the statistics that were kept."""
-        with np.load(path) as kept:
-            for name in self.SUMS:
-                setattr(self, name, torch.from_numpy(kept[name]) if kept[name].ndim else int(kept[name]))
-
     def __enter__(self) -> "DatasetWriter":
         return self
 
@@ -135,23 +111,4 @@ class DatasetWriter:
         for fields in self.fields.values():
             fields.file.close()
         if error_type is None:
-            self.write_statistics()
-
-    def write_statistics(self) -> None:
-        """Write the four files of statistics from what has been gathered."""
-        points = self.shape[1] * self.shape[2]
-        time_means = self.sum / self.frames
-        means = time_means.mean((1, 2))
-        # The mean of squares less the square of the mean: float64 has digits to spare for a float32 result.
-        variance = self.square_sum / (self.frames * points) - means.square()
-        diff_count = max(self.differences, 1) * points
-        diff_variance = self.diff_square_sum / diff_count - (self.diff_sum / diff_count).square()
-        stats = {
-            "global_means": means[:, None, None],
-            "global_stds": variance.clamp(min=0).sqrt()[:, None, None],
-            "time_means": time_means,
-            "time_diff_stds": diff_variance.clamp(min=0).sqrt()[:, None, None],
-        }
-        (self.folder / "stats").mkdir(exist_ok=True)
-        for name, value in stats.items():
-            np.save(self.folder / "stats" / f"{name}.npy", value[None].float().numpy())
+            self.sums.write(self.folder / "stats", self.channels)

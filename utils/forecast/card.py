@@ -108,6 +108,7 @@ def _scores(about: dict[str, Any]) -> list[str]:
     texts = ["It was not evaluated (`evaluate.py`, then export it once more)."]
     if (scores := about["scores"]) is not None:
         names = {"rmse": "RMSE", "rmse_over_persistence": "over persistence", "acc": "correlation"}
+        names = {score: name for score, name in names.items() if score in scores}
 
         def cells(score: str, channel: str) -> str:
             return " / ".join("-" if x is None else f"{x:.3g}" for x in scores[score][channel])
@@ -115,8 +116,9 @@ def _scores(about: dict[str, Any]) -> list[str]:
         rows = [[channel, *(cells(score, channel) for score in names)] for channel in scores["rmse"]]
         texts = [
             f"{scores['forecasts']} forecasts from {scores['first']} to {scores['last']}, rows weighted by "
-            f"cos(latitude): RMSE, the same over persistence's, and the correlation of anomalies from the mean over "
-            f"time, at {', '.join(f'{h:g}' for h in scores['hours'])} hours; `scores.csv` has more, with intervals:",
+            f"cos(latitude): RMSE, the same over persistence's"
+            f"{', and the correlation of anomalies from the mean over time' if 'acc' in scores else ''}, at "
+            f"{', '.join(f'{h:g}' for h in scores['hours'])} hours; `scores.csv` has more, with intervals:",
             markdown(["channel", *names.values()], rows),
         ]
     if (found := about["validation"]) is not None:

@@ -1,8 +1,8 @@
 """What the weather is usually like: what anomalies are counted from.
 
-By default the mean over the training years (`time_means`). With `--climatology` the means of each day of the year: a
-variable for each channel, by its name, of [dayofyear, latitude, longitude], if need be with `hour` as well. xarray
-reads it (NetCDF, Zarr): `pip install -r requirements-prepare.txt`.
+By default the mean over the training years (`time_means`), where that is known. With `--climatology` the means of each
+day of the year: a variable for each channel, by its name, of [dayofyear, latitude, longitude], if need be with `hour`
+as well. xarray reads it (NetCDF, Zarr): `pip install -r requirements-prepare.txt`.
 
 Shapes:  C channels   H W rows, columns
 """
@@ -28,13 +28,19 @@ class Climatology:
         path: a climatology for days of the year; None for the mean over time.
         days: are kept in memory.
 
+    Its name is None where nothing is known: then it is 0, and no forecast, and there are no anomalies.
+
     Raises ValueError, in one line, for a file that cannot be read, that lacks a channel or a day, or has another grid.
     """
 
     def __init__(self, fields: Fields, path: str | None, device: torch.device, days: int):
         self.fields, self.path, self.device = fields, path, device
-        self.name = "time_means" if path is None else Path(path).name
-        self.time_means = torch.from_numpy(fields.time_means.astype(np.float64)).to(device)
+        self.name = None if path is None else Path(path).name
+        shape = len(fields.outputs), len(fields.latitude), len(fields.longitude)
+        self.time_means = torch.zeros(shape, dtype=torch.float64, device=device)  # of what is not known
+        if path is None and fields.time_means is not None:
+            self.name = "time_means"
+            self.time_means = torch.from_numpy(fields.time_means.astype(np.float64)).to(device)
         # Forecasts of one batch ask for the same days, one step after the other. On the host, which has more room.
         self._read = lru_cache(maxsize=days)(self._read_day)
         if path is not None:

@@ -64,7 +64,7 @@ class EvaluationRun(ForecastRun):
             "models": self.models,
             "ensemble": [settings.perturb, settings.one_kind] if self.members else None,
             "files": [[str(Path(path).resolve()), *stamp] for path, stamp in zip(data.files.paths, data.files.stamps)],
-            "statistics": [seen(path) for path in statistics_of(config).values()],
+            "statistics": [seen(path) for path in statistics_of(config).values() if Path(path).exists()],
             "climatology": settings.climatology and seen(settings.climatology),
             "lead_hours": data.lead_hours,
             "stride": settings.stride,

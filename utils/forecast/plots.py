@@ -51,20 +51,22 @@ def draw_all(results: Results) -> list[Path]:
 
 
 def skill_figure(data: ForecastData, c: int, sources: list[str], scores: dict) -> Figure:
-    """Draw RMSE and anomaly correlation of channel `c` by lead time, with intervals."""
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    axes = figure.subplots(1, 2)
+    """Draw RMSE and, where a climatology is known, anomaly correlation of channel `c` by lead time, with intervals."""
+    shown = ["rmse", "acc"] if data.climate.name else ["rmse"]
+    figure = Figure(figsize=(11 if len(shown) == 2 else 8, 4.2), layout="constrained")
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
     days = np.array(data.lead_hours) / 24
     for s, source in enumerate(sources):
-        for one, score in zip(axes, ("rmse", "acc")):
+        for one, score in zip(axes, shown):
             value, low, high = scores[score][:, :, s, c, 0]
             if np.isfinite(value).any():
                 marker = "." if len(days) < 40 else ""
                 one.plot(days, value, LINES[source], color=COLOURS[source], label=source, marker=marker)
                 one.fill_between(days, low, high, color=COLOURS[source], alpha=0.2, linewidth=0)
     axes[0].set(ylabel=f"RMSE, {data.fields.label(c)}", ylim=(0, None), title="error: lower is better")
-    axes[1].set(ylabel=f"anomaly correlation, from {data.climate.name}", title="correlation: higher is better")
-    axes[1].axhline(0, color="black", linewidth=0.5)
+    for one in axes[1:]:
+        one.set(ylabel=f"anomaly correlation, from {data.climate.name}", title="correlation: higher is better")
+        one.axhline(0, color="black", linewidth=0.5)
     for one in axes:
         one.set(xlabel="lead time [days]", xlim=(0, None))
         one.grid(alpha=0.3)

@@ -82,7 +82,7 @@ def _write_json(results: Results) -> None:
             "lead_hours": [data.lead_hours[k] for k in data.shown_steps],
             **{
                 source: {name: spectra[:, s, c] for c, name in enumerate(data.fields.out_names)}
-                for s, source in enumerate(["truth", *results.sources[:-1]])
+                for s, source in enumerate(["truth", "persistence", *results.models])
             },
         },
     }
@@ -146,12 +146,15 @@ def _log(results: Results) -> None:
                 cells.append(f"{rmse[k, s, c]:12.4g}  {value:5.2f} ({low:.2f} to {high:.2f})")
             logging.info("  %s", "".join(cells))
     for (s, name), c in itertools.product(enumerate(results.models, 1), data.fields.plot_channels):
-        climatology = _longest(data.lead_hours, rmse[:, s, c] / rmse[:, -1, c])
-        text = f"its RMSE is below climatology's up to {climatology:g} h"
+        found = []
+        if data.climate.name:
+            climatology = _longest(data.lead_hours, rmse[:, s, c] / rmse[:, -1, c])
+            found.append(f"its RMSE is below climatology's up to {climatology:g} h")
         if data.fields.origins[c] >= 0 and blocks >= 3:
             persistence = _longest(data.lead_hours, ratio[2, :, s, c])
-            text += f", and the whole interval below persistence's up to {persistence:g} h"
-        logging.info("%s, %s: %s", name, data.fields.out_names[c], text)
+            found.append(f"the whole interval below persistence's up to {persistence:g} h")
+        if found:
+            logging.info("%s, %s: %s", name, data.fields.out_names[c], ", and ".join(found))
 
 
 def _log_ensemble(results: Results) -> None:

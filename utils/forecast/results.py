@@ -13,7 +13,7 @@ import numpy as np
 from utils.forecast.data import ForecastData
 from utils.forecast.ensemble import MEAN, summarise_ensemble
 from utils.forecast.settings import Evaluation
-from utils.forecast.skill import MOMENTS, summarise
+from utils.forecast.skill import MOMENTS, OF_ANOMALIES, summarise
 from utils.forecast.store import ForecastStore
 
 
@@ -41,7 +41,7 @@ class Results:
     @property
     def sources(self) -> list[str]:
         """The sources of forecasts, in the order of their scores."""
-        return ["persistence", *self.models, "climatology"]
+        return ["persistence", *self.models, *(["climatology"] if self.data.climate.name else [])]
 
     @cached_property
     def block(self) -> int:
@@ -61,7 +61,11 @@ class Results:
     @cached_property
     def scores(self) -> dict[str, np.ndarray]:
         """Each score with its interval, [3, K, S, C, A]: value, low, high."""
-        return summarise(self.store.all("moments"), len(self.data), self.block)
+        found = summarise(self.store.all("moments"), len(self.data), self.block)
+        if self.data.climate.name:
+            return found
+        # The last source tells of the truth alone, and there are no anomalies.
+        return {name: x[:, :, :-1] for name, x in found.items() if name not in OF_ANOMALIES}
 
     @cached_property
     def ensemble(self) -> dict[str, np.ndarray]:

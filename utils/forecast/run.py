@@ -131,9 +131,8 @@ class ForecastRun:
     def _describe(self, left: int) -> None:
         data, settings = self.data, self.settings
         there = len(data) - left
-        for remark in (*self.remarks, data.fields.warning):
-            if remark:
-                logging.info(remark)
+        for remark in (*self.remarks, *data.fields.remarks):
+            logging.info(remark)
         logging.info("Model: %s%s", ", ".join(settings.checkpoint), self._after)
         logging.info("%s, %g h in %d step(s) of %s", data.period, data.lead_hours[-1], data.steps, data.fields.hours)
         self.describe()

@@ -17,6 +17,7 @@ from torch import Tensor
 from utils.metrics import latitude_weights
 
 MOMENTS = ("e", "ee", "a", "aa", "ab", "b", "bb")
+OF_ANOMALIES = ("acc", "acc_pooled", "activity", "truth_activity")  # scores that need a climatology
 WEIGHTINGS = ("cos", "area")
 RESAMPLES = 1000
 INTERVAL = 0.95

@@ -27,8 +27,9 @@ from utils.checkpoint.weights import FILE, choose, load_tensors, read_weights, s
 from utils.config.reader import cast, load_config, move_data
 from utils.config.settings import FIELDS, Config, affecting
 from utils.data.fields import Fields
-from utils.data.files import Files, load_stats
+from utils.data.files import Files
 from utils.data.forcings import Forcings
+from utils.data.statistics import Statistics
 from utils.data.variables import variable
 from utils.files import complete, part_of, read_events, to_disk, to_json
 from utils.forecast.card import card
@@ -104,10 +105,11 @@ class Trained:
         try:
             shutil.rmtree(part, ignore_errors=True)
             (part / "statistics").mkdir(parents=True)
-            kept = {}
+            kept = {"time_means_path": None}  # where it is not there
             for key, path in statistics_of(self.config).items():
-                kept[key] = f"statistics/{key.removesuffix('_path')}{Path(path).suffix}"
-                shutil.copyfile(path, part / kept[key])
+                if key not in kept or Path(path).exists():
+                    kept[key] = f"statistics/{key.removesuffix('_path')}{Path(path).suffix}"
+                    self._copy(path, key, part / kept[key])
             save_tensors(self.weights, part / FILE)
             forget = {name: FIELDS[name].default for name in FIELDS if FIELDS[name].metadata["affects"] == "run"}
             forget |= {"data_dir": None, "inf_data_path": None, **kept}
@@ -125,6 +127,15 @@ class Trained:
             raise ValueError(f"cannot write {folder} ({error.strerror or error}): give another folder") from None
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+    def _copy(self, path: str, key: str, new: Path) -> None:
+        """Copy a file beside the data; of statistics what belongs to the channels of the data files."""
+        statistics = self.fields.statistics
+        if statistics is None or new.suffix != ".npy":
+            shutil.copyfile(path, new)
+            return
+        H, W = np.load(path, mmap_mode="r").shape[2:]
+        np.save(new, statistics.load(path, key, [(H, W)])[None])
 
 
 def statistics_of(config: Config) -> dict[str, str]:
@@ -159,10 +170,10 @@ def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
 def _fields(config: Config, about: dict[str, Any]) -> Fields:
     """Return the fields of an exported model. Raises ValueError."""
     inputs, outputs, C = about["inputs"], about["forecasts"], about["channels_of_files"]
-    keys = "global_means_path", "global_stds_path"
-    means, stds = (load_stats(getattr(config, key), [(1, C, 1, 1)], key).reshape(C) for key in keys)
     latitude, longitude = (np.array(about[axis], np.float32) for axis in ("latitude", "longitude"))
     used = [x["channel"] for x in (*inputs, *outputs)]
+    statistics, keys = Statistics(("",) * C, tuple(used), are_named=False), ("global_means_path", "global_stds_path")
+    means, stds = (statistics.load(getattr(config, key), key).reshape(C) for key in keys)
     if (len(latitude), len(longitude)) != tuple(config.img_size) or not about["step_hours"] > 0:
         raise ValueError(f"{ABOUT} does not fit {CONFIG} (grid, or step): copy the folder again")
     if not (stds[used] > 0).all() or not all(0 <= c < len(outputs) for c in about["plot_channels"]):
@@ -179,7 +190,7 @@ def _fields(config: Config, about: dict[str, Any]) -> Fields:
         longitude=longitude,
         means=means,
         stds=stds,
-        time_means=np.zeros((len(outputs), len(latitude), len(longitude)), np.float32),  # no forecast needs them
+        time_means=None,  # no forecast needs them
         forcings=Forcings.open(config, latitude, longitude),
         residual_scale=about["residual_scale"],
         step_hours=about["step_hours"],
@@ -287,5 +298,6 @@ def _scores(folder: Path, ema: bool) -> dict[str, Any] | None:
             for name in skill["channels"]
         }
         for score in ("rmse", "rmse_over_persistence", "acc")
+        if score in skill["scores"][source]
     }
     return {"forecasts": skill["forecasts"], "first": skill["first"], "last": skill["last"], "hours": hours, **table}

@@ -6,8 +6,9 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from utils.data.files import Files, filters, load_stats
+from utils.data.files import Files, filters
 from utils.data.frames import FrameReader
+from utils.data.statistics import Statistics
 from utils.errors import ReadError
 
 KINDS = ("train", "valid", "test")
@@ -42,7 +43,7 @@ def check(folder: str) -> int:
             except ValueError as error:
                 faults.append(str(error))
     if Path(folder, "stats").is_dir():
-        faults += _check_statistics(Path(folder, "stats"), next(iter(opened.values())).shape, means, stds)
+        faults += _check_statistics(Path(folder, "stats"), next(iter(opened.values())), means, stds)
     print("\n".join(["", *(f"FAULT: {fault}" for fault in faults)]) if faults else "\nNo fault found.")
     return 1 if faults else 0
 
@@ -106,18 +107,19 @@ def _check_values(files: Files, names: tuple[str, ...]) -> tuple[list[str], np.n
     return faults, means, stds
 
 
-def _check_statistics(
-    folder: Path, shape: tuple[int, int, int], means: np.ndarray | None, stds: np.ndarray | None
-) -> list[str]:
+def _check_statistics(folder: Path, files: Files, means: np.ndarray | None, stds: np.ndarray | None) -> list[str]:
     """Return what is wrong with the statistics of a data set, whose training files have these means and stds."""
-    C, H, W = shape
+    C, H, W = files.shape
     faults = []
-    expected = {"global_means": (1, C, 1, 1), "global_stds": (1, C, 1, 1), "time_means": (1, C, H, W)}
+    statistics = Statistics(files.names(None)[0], tuple(range(C)), are_named=files.channel_names is not None)
     truth = {"global_means": means, "global_stds": stds}
-    for name, legal in expected.items():
+    for name, tail in {"global_means": (1, 1), "global_stds": (1, 1), "time_means": (H, W)}.items():
         path = folder / f"{name}.npy"
+        if name == "time_means" and not path.exists():
+            print(f"  note: {path} is not there, which makes no climatology: `python -m utils.prepare_data stats`")
+            continue
         try:
-            values = load_stats(str(path), [legal], f"{name}_path")
+            values = statistics.load(str(path), f"{name}_path", [tail])
         except ValueError as error:
             faults.append(str(error))
             continue
@@ -128,6 +130,8 @@ def _check_statistics(
                 faults.append(
                     f"{path} has {values.reshape(C)[c]:g} for channel {c}, and the training files {truth[name][c]:g}"
                 )
+    for remark in statistics.remarks:
+        print(f"  note: {remark}")
     return faults
 
 

@@ -4,6 +4,7 @@
     python -m utils.prepare_data era5.zarr --out data/mine --channels t2m=2m_temperature z500=geopotential@500
     python -m utils.prepare_data era5.zarr masks.nc --out data/mine --constants lsm zs
     python -m utils.prepare_data check data/mine
+    python -m utils.prepare_data stats /data --out stats
 
 The first three write OUT/train/YEAR.h5, and OUT/valid and OUT/test from the given dates on, with `time`, `latitude`,
 `longitude`, names and units, and OUT/stats of the training part (utils/data/writer.py has the layout). Rows are put
@@ -11,7 +12,7 @@ in order from the north, columns from 0 degrees east; no value is changed. Const
 
 The archive is read once, in blocks of time, in bounded memory. OUT appears when it is complete. A run that was
 interrupted goes on after the last complete file when the same command is given again; one that found a fault in the
-data leaves nothing behind.
+data leaves nothing behind. `stats` makes the statistics of files that are there (utils/prepare_data/stats.py).
 
 It reads through xarray: `pip install -r requirements-prepare.txt`.
 """
@@ -32,6 +33,8 @@ from utils.data.writer import LAYOUTS, DatasetWriter
 from utils.prepare_data.archive import Archive, date
 from utils.prepare_data.archive_file import REGRID
 from utils.prepare_data.check import check
+from utils.prepare_data.next_step import NextStep
+from utils.prepare_data.stats import write_statistics
 
 MEMORY_GB = 1.0
 LARGEST = 1e30  # beyond it lie fill values
@@ -58,6 +61,7 @@ class Preparation:
     layout: str
     memory_gb: float  # size of a block; all levels of one variable of it lie in memory once or twice more
     overwrite: bool
+    section: str | None  # name of a section to write, of a model for a laptop
 
     def __post_init__(self):
         check_new(Path(self.out), self.overwrite)
@@ -78,6 +82,12 @@ class Preparation:
         self.files = split(archive.times, self.valid_from, self.test_from)
         self.shape = (len(self.names), len(archive.latitude), len(archive.longitude))
         self.missing = dict.fromkeys(self.names + self.fixed_names, 0)
+        counts: Counter = Counter()
+        for name, start, stop in self.files:
+            counts[name.split("/")[0]] += stop - start
+        self.counts = counts  # time steps of each part
+        samples, kinds = counts["train"] - 1, tuple(counts)
+        self.next = NextStep(self.out, self.shape, samples, kinds, tuple(self.fixed_names), self.section)
 
     def write(self) -> str:
         """Write the data set, and return a phrase on what was written."""
@@ -105,10 +115,9 @@ class Preparation:
                     writer.close(name)
                     done.append(name)
                     scratch.save(writer, done, self.missing)
-        kinds: Counter = Counter()
-        for name, start, stop in self.files:
-            kinds[name.split("/")[0]] += stop - start
-        parts = ", ".join(f"{count:,} in {kind}" for kind, count in kinds.items())
+            if self.section:
+                (scratch.new / self.next.file).write_text(self.next.write_section())
+        parts = ", ".join(f"{count:,} in {kind}" for kind, count in self.counts.items())
         filled = ", ".join(f"{count:,} of {name}" for name, count in self.missing.items() if count)
         return (
             f"{len(times):,} time steps of {' x '.join(map(str, self.shape))} {self.dtype} to {self.out} ({parts}); "
@@ -233,23 +242,34 @@ def main(argv: list[str] | None = None) -> int:
             parser = argparse.ArgumentParser(prog="python -m utils.prepare_data check", allow_abbrev=False)
             parser.add_argument("folder", help="a data set, or one folder of *.h5 files")
             return check(parser.parse_args(argv[1:]).folder)
-        written = Preparation(**_arguments(argv)).write()
+        if argv[:1] == ["stats"]:
+            parser = argparse.ArgumentParser(prog="python -m utils.prepare_data stats", allow_abbrev=False)
+            parser.add_argument("folder", help="a data set, or one folder of *.h5 files")
+            parser.add_argument("--out", help="folder for the statistics (FOLDER/stats)")
+            parser.add_argument("--overwrite", action="store_true", help="replace those that are there")
+            print(f"Wrote {write_statistics(**vars(parser.parse_args(argv[1:])))}")
+            return 0
+        preparation = Preparation(**_arguments(argv))
+        written = preparation.write()
     except (ValueError, OSError, MemoryError) as error:
         reason = "memory ran out: lower --memory_gb" if isinstance(error, MemoryError) else error
-        kept = "" if isinstance(error, ValueError) else "; the same command goes on after the last complete file"
+        goes_on = not isinstance(error, ValueError) and argv[:1] not in (["check"], ["stats"])
+        kept = "" if not goes_on else "; the same command goes on after the last complete file"
         print(f"error: {reason}{kept}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("Interrupted: the same command goes on after the last complete file", file=sys.stderr)
         return 130
     print(f"Wrote {written}")
+    print(preparation.next.say())
     return 0
 
 
 def _arguments(argv: list[str]) -> dict:
     parser = argparse.ArgumentParser(
         prog="python -m utils.prepare_data",
-        description=__doc__.split("\n")[0] + " `python -m utils.prepare_data check FOLDER` checks one.",
+        description=__doc__.split("\n")[0] + " `python -m utils.prepare_data check FOLDER` checks one, and "
+        "`stats FOLDER` makes statistics.",
         allow_abbrev=False,
     )
     parser.add_argument("inputs", nargs="+", help="NetCDF or GRIB files, Zarr folders; each holds what it likes")
@@ -266,6 +286,7 @@ def _arguments(argv: list[str]) -> dict:
     parser.add_argument("--layout", choices=LAYOUTS, default="contiguous", help="HDF5 storage (contiguous: fastest)")
     parser.add_argument("--memory_gb", type=float, default=MEMORY_GB, help=f"size of a block in memory ({MEMORY_GB:g})")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--section", metavar="NAME", help="write OUT/NAME.yaml, a section of a model for a laptop")
     given = vars(parser.parse_args(argv))
     fill = {}
     for text in given["fill"]:

@@ -78,6 +78,10 @@ class Progress(Observer):
         if self.pulse.is_due():
             logging.info("validation: %d of %d batches", self.validated, self.validation_batches)
 
+    def after_first_validation(self, record: EpochRecord, example: tuple) -> None:
+        """Begin anew, as after an epoch."""
+        self.after_epoch(record, example)
+
     def after_epoch(self, record: EpochRecord, example: tuple) -> None:
         """Begin anew: a validation is no training."""
         self.mark, self.validated = None, 0

@@ -4,15 +4,17 @@ import contextlib
 import logging
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import matplotlib.image
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from utils.checkpoint import store as checkpoint
-from utils.data.dataset import Job
+from utils.data.dataset import Job, WeatherData
 from utils.device import allocator_settings, peak_flops
 from utils.errors import Ended
 from utils.files import cut_records, to_json
@@ -87,7 +89,7 @@ class RunLogger(Observer):
         self.flops = model.flops()
         self.peak, source = peak_flops(self.job.device, config.amp_mode, config.tf32)
         allocator = allocator_settings(config.expandable_segments, self.job.device)
-        for remark in (fields.warning, allocator and f"GPU memory allocator: {allocator}"):
+        for remark in (*fields.remarks, allocator and f"GPU memory allocator: {allocator}"):
             if remark:
                 logging.info(remark)
         C, H, W = data.train_files.shape
@@ -143,12 +145,21 @@ class RunLogger(Observer):
             logging.info("  First iteration: %.3g sec, those after it: %.3g sec each", first, rest)
             self.is_first_epoch = False
 
-    @in_span("logging")
+    def after_first_validation(self, record: EpochRecord, example: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Record the validation before the first step."""
+        logging.info("Before the first step:")
+        self._tell_of_validation(record, example)
+
     def after_epoch(self, record: EpochRecord, example: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Record an epoch and its validation, and draw `example` (input, target, forecast)."""
+        """Record an epoch and its validation."""
         speed, self.last = record.samples_per_sec, record
         passes = self.job.config.mean_steps(range(record.iteration - record.iterations, record.iteration))
         record.mfu = speed and 3 * self.flops * passes * speed / (self.job.world.size * self.peak)
+        self._tell_of_validation(record, example)
+
+    @in_span("logging")
+    def _tell_of_validation(self, record: EpochRecord, example: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Record a validation, and draw `example` (input, target, forecast)."""
         self.write(record.event())
         logging.info("  Avg val loss=%.4g", record.valid_loss)
         if record.valid_loss_ema is not None:
@@ -173,18 +184,7 @@ class RunLogger(Observer):
 
     def _draw(self, example: tuple[Tensor, Tensor, Tensor], iteration: int) -> None:
         """Write `pictures/<channel>.png`, the latest, and keep all of them with the curves."""
-        (inp, target, forecast), data, fields = example, self.job.data, self.job.data.fields
-        date = data.valid_files.date(*data.valid_pairs[0])
-        for c in fields.plot_channels:
-            name, origin = fields.out_names[c], fields.origins[c]
-            shown = {
-                "input": None if origin < 0 else fields.to_units(inp[origin], c),
-                "target": fields.to_units(target[c], c),
-                "forecast": fields.to_units(forecast[c], c),
-            }
-            title = f"{name}, {date} + {fields.hours}, after {iteration} iterations"
-            figure = forecast_figure(shown, fields.latitude, fields.longitude, name, fields.units[c], title)
-            pixels = render(figure)
+        for name, pixels in _pictures(self.job.data, example, f"after {iteration} iterations"):
             with self.curves.if_there_is_room():
                 (self.folder / "pictures").mkdir(exist_ok=True)
                 matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
@@ -218,3 +218,18 @@ class RunLogger(Observer):
         for c in fields.plot_channels:
             logging.info("  Picture: %s", self.folder / "pictures" / f"{names[c]}.png")
         logging.info("  Records: %s", self.folder / "metrics.jsonl")
+
+
+def _pictures(data: WeatherData, example: tuple[Tensor, Tensor, Tensor], when: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield name and pixels of each channel that is shown of a forecast."""
+    (inp, target, forecast), fields = example, data.fields
+    date = data.valid_files.date(*data.valid_pairs[0])
+    for c in fields.plot_channels:
+        name, origin = fields.out_names[c], fields.origins[c]
+        shown = {
+            "input": None if origin < 0 else fields.to_units(inp[origin], c),
+            "target": fields.to_units(target[c], c),
+            "forecast": fields.to_units(forecast[c], c),
+        }
+        title = f"{name}, {date} + {fields.hours}, {when}"
+        yield name, render(forecast_figure(shown, fields.latitude, fields.longitude, name, fields.units[c], title))

@@ -57,6 +57,7 @@ class Run:
         self.iteration = 0  # optimiser steps done
         self.epochs = 0  # epochs done, validation included
         self.losses: list[float] = []  # of the epoch in progress
+        self.validates_first = False  # before the first step, and has still to do it
         self.steps = StepRecords(job.world.size)
         self.guard = NonfiniteGuard(job.config, job.data, self.log)
         self.observers: list[Observer] = []
@@ -109,6 +110,7 @@ class Run:
         if self.logger:
             self.logger.describe(state.model)
         resumed, best = resume(self, self.found) if self.found.checkpoints else (None, NO_BEST)
+        self.validates_first = config.validate_first and not self.iteration
         with all_ranks_agree():
             if self.logger:
                 self.logger.open_records(self.iteration, self.epochs, resumed)
@@ -135,6 +137,9 @@ class Run:
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of one epoch, or of what is left of it; then tell of its speed and loss."""
+        if self.validates_first:  # there are none before that
+            self.record, self.epoch_end = EpochRecord.before_training(self.memory.parts()), time.perf_counter()
+            return
         loader, epoch, left = self.job.data.train_loader, self.epochs, self.left
         self.memory.looks = True
         clock, aside = EpochClock(), self._aside()
@@ -224,11 +229,9 @@ class Run:
         record.peak_memory_gb = peak_memory_gb(self.job.device)
         record.valid_samples_per_sec = scores["samples"] * len(validations) / record.validation_seconds
         record.loader_samples_per_sec = reading and reading * data.num_shards
-        record.set_scores(scores, names, stds)
-        if "ema" in validations:
-            averaged, _ = validations["ema"]
-            record.valid_loss_ema, record.valid_rmse_ema = averaged["loss"], dict(zip(names, averaged["rmse"]))
-        self.losses = []
-        self.epochs += 1
+        record.set_scores({kind: found for kind, (found, _) in validations.items()}, names, stds)
+        is_first, self.validates_first = self.validates_first, False
+        if not is_first:
+            self.losses, self.epochs = [], self.epochs + 1
         for observer in self.observers:
-            observer.after_epoch(record, example)
+            (observer.after_first_validation if is_first else observer.after_epoch)(record, example)

@@ -11,12 +11,12 @@ It is judged at every lead time beside persistence and climatology, for many ini
 import sys
 from collections.abc import Iterator
 
+from utils.config.settings import Config  # isort: skip (first: it says if torch is missing or too old)
 import torch
 from torch import Tensor, nn
 
 from train import autocast, build_model
 from utils.compiler import compile_modules
-from utils.config.settings import Config
 from utils.forecast.data import ForecastData
 from utils.forecast.evaluation import EvaluationRun
 from utils.forecast.settings import load_evaluation, load_forecasters

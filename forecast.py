@@ -16,11 +16,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from utils.config.settings import Config  # isort: skip (first: it says if torch is missing or too old)
 import torch
 
 from train import autocast, build_model
 from utils.compiler import compile_modules
-from utils.config.settings import Config
 from utils.forecast.initial import InitialStates
 from utils.forecast.model import Forecaster
 from utils.forecast.outlook import OutlookRun

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from utils.config.reader import load_config  # isort: skip (first: it says if torch is missing or too old)
 import torch
 
 from distributed.helpers import GridScaler, TensorParallelGradients, sliced_dims
@@ -21,7 +22,6 @@ from train import build_model, build_optimizer, build_scaler, data_parallel, for
 from utils.checkpoint.state import TrainingState
 from utils.comm import Grid
 from utils.compiler import compile_modules
-from utils.config.reader import load_config
 from utils.data.dataset import Job, TokenShard, WeatherData
 from utils.ranks.agree import all_ranks_agree
 from utils.ranks.start import World, start

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from utils.config.reader import load_config  # isort: skip (first: it says if torch is missing or too old)
 import torch
 from torch import Tensor
 
@@ -18,7 +19,6 @@ import train_mp
 from distributed.graphs import Captured, CudaGraph, check_capture
 from distributed.parallelize import ParallelViT
 from utils.comm import Grid
-from utils.config.reader import load_config
 from utils.config.settings import Config
 from utils.ranks.start import World, start
 from utils.run.run import Run

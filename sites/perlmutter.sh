@@ -31,7 +31,7 @@ else
     [ "$SLURM_JOB_NUM_NODES" = 1 ] || export NCCL_NET="AWS Libfabric" NCCL_DEBUG=${NCCL_DEBUG:-WARN}
     export HDF5_USE_FILE_LOCKING=FALSE      # Lustre scratch
     case $CONTAINER in
-    shifter) export CONTAINER_ARGS=${CONTAINER_ARGS:---module=gpu,nccl-plugin} ;; # image: nersc/pytorch:<tag>
+    shifter) export CONTAINER_ARGS=${CONTAINER_ARGS:---module=gpu,nccl-plugin} ;; # image: nersc/pytorch:25.06.01
     podman-hpc) export CONTAINER_ARGS=${CONTAINER_ARGS:---gpu --nccl} ;;
     *) [ -n "$PYTHON" ] || [ -x .venv/bin/python ] || module load pytorch ;;
     esac

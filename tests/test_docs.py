@@ -133,9 +133,14 @@ def test_every_flag_is_explained():
     assert not [name for name in FIELDS | flags(Evaluation) | flags(Outlook) if not re.search(rf"(`|--){name}\b", text)]
 
 
+def of_ours(text: str) -> str:
+    """Return the lines that name no YAML file of the reader's own."""
+    return "\n".join(line for line in text.splitlines() if "--yaml_config" not in line)
+
+
 def test_every_section_that_is_named_exists():
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.sh"), ROOT / "train.py", ROOT / "Makefile"]
-    named = {name for page in pages for name in re.findall(r"--config[= ]([a-z]\w*)", page.read_text())}
+    named = {name for page in pages for name in re.findall(r"--config[= ]([a-z]\w*)", of_ours(page.read_text()))}
     assert {"demo", "short", "bs256_opt"} <= named
     for name in named:
         assert load_config(["--config", name])[0].config == name

@@ -1,0 +1,3 @@
+from utils.config.versions import check
+
+check()

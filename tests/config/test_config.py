@@ -211,7 +211,9 @@ def test_help_shows_every_flag_of_the_chapter(capsys, chapter):
 
 
 def test_help_is_answered_before_torch_is_there(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('too early')")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('too early')")
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.13.0'")
     command, env = [sys.executable, str(ROOT / "train.py")], {**os.environ, "PYTHONPATH": str(tmp_path)}
     for flags, said in ((["--help"], ""), (["--lr", "--help"], "too early")):  # the second is an error, said by main
         done = subprocess.run([*command, *flags], env=env, capture_output=True, text=True)

@@ -54,11 +54,11 @@ def forecaster(trained: Trained, config: Config, device: torch.device) -> Foreca
 
 def main(world: World, argv: list[str]) -> None:
     with all_ranks_agree():
-        settings, config, trained = load_outlook(argv)
+        settings, config, trained, remarks = load_outlook(argv)
         device = prepare(config, world.local_rank)
         model = forecaster(trained, config, device)
         data = InitialStates(settings, trained.fields, config.channel_names, device)
-    with OutlookRun(settings, config, trained.about, data, ["model"], world, []) as run:
+    with OutlookRun(settings, config, trained.about, data, ["model"], world, remarks) as run:
         for numbers in run.batches():
             initial = data.read(numbers)
             forecasts = model.rollout(initial, data.steps, data.forced(initial), data.times(numbers))

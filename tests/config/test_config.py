@@ -28,9 +28,11 @@ SECTIONS = {
     "opt": dict(num_iters=30000, limit_nsamples=None, **OPT),
     **{f"bs{b}_opt": dict(global_batch_size=b, lr=lr, **OPT) for b, lr in BATCH_LR.items()},
     "bs64_opt_short": dict(global_batch_size=64, lr=1e-3, limit_nsamples=2048, limit_nsamples_val=2048, **OPT),
+    "bs32_opt_short": dict(global_batch_size=32, lr=7.07e-4, limit_nsamples=2048, limit_nsamples_val=2048, **OPT),
     "mp": MP,
     "mp_bs16": {**MP, "global_batch_size": 16, "lr": 5e-4},
     "mp_bs32": {**MP, "global_batch_size": 32, "lr": 7.07e-4},
+    "mp_bs32_short": {**MP, "global_batch_size": 32, "lr": 7.07e-4, "limit_nsamples": 2048, "num_iters": 128},
     "mp_patch4": {**MP, "patch_size": 4},
     "mp_short": {**MP, "limit_nsamples": 2048, "limit_nsamples_val": 2048, "num_iters": 128},
 }
@@ -127,7 +129,8 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {a: b: c}", [], ["not valid YAML"]),
         ("base: {}", ["--config", "bas"], ["unknown section 'bas'", "did you mean 'base'"]),
         ("base: {}", ["--embeddim", "4"], ["unknown flag '--embeddim'", "did you mean '--embed_dim'"]),
-        ("base: {}", ["--num_iter", "4"], ["did you mean '--num_iters'"]),  # no abbreviations
+        ("base: {}", ["--num", "4"], ["--num on the command line may be --num_heads, ", "write it in full"]),
+        ("base: {}", ["--no_num_iter", "4"], ["unknown flag", "--no_num_iter"]),
         ("base: {}", ["extra"], ["unknown flag 'extra'"]),
         ("base: {}", ["--lr"], ["--lr", "expected one argument"]),
         ("base: {}", ["--amp_mode", "fp8"], ["amp_mode is 'fp8'", "none, fp16, bf16"]),
@@ -142,6 +145,19 @@ def test_wrong_configuration_is_one_line_with_the_remedy(tmp_path, text, flags, 
         load_config(["--yaml_config", str(path), *flags])
     message = str(error.value)
     assert "\n" not in message and all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    "argv, name, value",
+    [(["--num_it=4"], "num_iters", 4), (["--enable_j"], "enable_jit", True), (["--no_tf"], "tf32", False),
+     (["--img", "8", "16"], "img_size", (8, 16)), (["--conf", "mp"], "embed_dim", 1024)],
+)  # fmt: skip
+def test_a_flag_shortened_to_a_unique_beginning_is_taken_and_said(argv, name, value):
+    config, remarks = load_config(argv)
+    assert getattr(config, name) == value
+    assert remarks[0].startswith(f"{argv[0].split('=')[0]} is taken for --")
+    full = remarks[0].split()[4].rstrip(":")
+    assert load_config([argv[0].replace(argv[0].split("=")[0], full), *argv[1:]]) == (config, remarks[1:])
 
 
 def test_missing_yaml_file():

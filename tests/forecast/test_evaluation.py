@@ -211,7 +211,7 @@ Judge.keep = stop
 
 
 def test_a_user_reads_one_line(trained, tmp_path):
-    for argv in (["--checkpoint", str(tmp_path)], flags(trained, "--lead_hour", "6")):
+    for argv in (["--checkpoint", str(tmp_path)], flags(trained, "--lead_hous", "6")):
         done = run_ranks(1, [str(ROOT / "evaluate.py"), *argv])[0]
         assert done.returncode == 2 and done.stdout == ""
         (line,) = done.stderr.splitlines()
@@ -224,7 +224,7 @@ def test_what_a_user_can_get_wrong(trained, tmp_path, monkeypatch):
     assert "no /" in refused(["--checkpoint", str(tmp_path / "none")])
     assert "give the folder of a run" in refused([])
     assert "leave --config out" in refused(["--checkpoint", run, "--config", "tiny"])
-    assert "did you mean '--lead_hours'" in refused(flags(trained, "--lead_hour", "6"))
+    assert "did you mean '--lead_hours'" in refused(flags(trained, "--lead_hous", "6"))
     assert "and a step 6 h: take a multiple of it" in refused(flags(trained, "--lead_hours", "15"))
     assert "take a multiple" in refused(flags(trained, "--lead_hours", "0"))
     few = refused(flags(trained, "--lead_hours", "120"))

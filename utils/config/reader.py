@@ -87,8 +87,14 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> dict[str, Any]:
-    """Return the flags given, of these fields with their texts. Raises ValueError for another, with the closest."""
+def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags given, of these fields with their texts, and a remark for each that was shortened.
+
+    Raises ValueError for another flag, with the closest, and for a shortened one that may be several.
+    """
+    names = [field.name for field, _ in helps]
+    names = [f"--{p}{name}" for name in (*names, "yaml_config") for p in ("", "no_")]
+    argv, remarks = _lengthened(argv, [*names, *(f"--{name}" for name in UNUSED_KEYS), "--help"])
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
     parser.add_argument("--yaml_config", help=f"YAML file of named sections ({YAML_CONFIG})")
     for field, text in helps:
@@ -104,9 +110,27 @@ def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> 
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     given, extra = parser.parse_known_args(argv)
     if extra:
-        names = [f"--{p}{name}" for name in (*(field.name for field, _ in helps), "yaml_config") for p in ("", "no_")]
         raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
-    return vars(given)
+    return vars(given), remarks
+
+
+def _lengthened(argv: list[str], names: list[str]) -> tuple[list[str], list[str]]:
+    """Return a command line with its shortened flags in full, as argparse would read them, and a remark for each.
+
+    Raises ValueError for a beginning that several flags share.
+    """
+    found, remarks = [], []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        meant = [name for name in names if name.startswith(flag)] if flag.startswith("--") and flag != "--" else []
+        if flag in meant or not meant:
+            found.append(word)
+        elif len(meant) > 1:
+            raise ValueError(f"{flag} on the command line may be {', '.join(meant)}: write it in full")
+        else:
+            found.append(f"{meant[0]}{equals}{value}")
+            remarks.append(f"{flag} is taken for {meant[0]}: write flags in full, others may come to begin so")
+    return found, remarks
 
 
 def _read_section(path: str, section: str) -> dict[str, Any]:
@@ -136,8 +160,8 @@ def _merge(values: dict, layer: dict, where: str) -> None:
     values.update(layer)
 
 
-def _parse_chapter(argv: list[str], chapter: int) -> dict[str, Any]:
-    """Return the flags given, of those that the scripts up to this chapter's know; the help shows no others."""
+def _parse_chapter(argv: list[str], chapter: int) -> tuple[dict[str, Any], list[str]]:
+    """Return what `parse` does, of the flags that the scripts up to this chapter's know; the help shows no others."""
     helps = [
         (field, f"{field.metadata['help']} ({field.default})")
         if field.metadata["chapter"] <= chapter
@@ -172,7 +196,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     Raises ValueError for an unknown section, key, flag or value, with the closest legal one, and for a key that only
     the scripts after this chapter's know.
     """
-    flags = _parse_chapter(argv, chapter)
+    flags, shortened = _parse_chapter(argv, chapter)
     path = flags.pop("yaml_config", YAML_CONFIG)
     values: dict[str, Any] = {}
     section = flags.get("config", FIELDS["config"].default)
@@ -185,7 +209,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             script = {2: "train_mp.py", 3: "train_mp_graphs.py"}[field.metadata["chapter"]]
             raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run {script}")
     noted = [name for name in UNUSED_KEYS if name in keys or name in flags]
-    remarks = [f"Keys accepted and not needed: {', '.join(noted)}"] if noted else []
+    remarks = shortened + ([f"Keys accepted and not needed: {', '.join(noted)}"] if noted else [])
     for flag, is_used, names in (
         ("--enable_jit", config.enable_jit, ("compile_modules", "compile_mode")),
         ("--num_data_workers", config.num_data_workers, ("read_depth",)),

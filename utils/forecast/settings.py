@@ -97,7 +97,9 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
 
     Raises ValueError as `load_config` does, and where there is no such checkpoint.
     """
-    evaluation, given, yaml_config = _parse(argv, Evaluation, "Forecasts of a trained model: skill, pictures.")
+    evaluation, given, yaml_config, shortened = _parse(
+        argv, Evaluation, "Forecasts of a trained model: skill, pictures."
+    )
     source, info = evaluation.source, None
     for one in map(Path, evaluation.checkpoint):
         if evaluation.best and (one.is_file() or is_exported(one) or checkpoint.is_name(one.name)):
@@ -110,7 +112,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
             if name in given or (name == "yaml_config" and yaml_config):
                 raise ValueError(f"{name} is for a file of weights: {source} knows its training; leave --{name} out")
         source, config, info = _known(source, evaluation.best)
-    config, remarks = replace(config, **forgotten()), _check_ensemble(evaluation)
+    config, remarks = replace(config, **forgotten()), shortened + _check_ensemble(evaluation)
     if source.is_file() or is_exported(source):
         config = replace(config, init_from=str(source))
     if given.get("data_dir") is not None:
@@ -176,12 +178,12 @@ def _other_model(
     return source
 
 
-def load_outlook(argv: list[str]) -> tuple[Outlook, Config, Trained]:
-    """Return what is to be forecast and how, the model's configuration, and the model.
+def load_outlook(argv: list[str]) -> tuple[Outlook, Config, Trained, list[str]]:
+    """Return what is to be forecast and how, the model's configuration, the model, and remarks.
 
     Raises ValueError as `load_config` does, and where there is no such checkpoint.
     """
-    outlook, given, yaml_config = _parse(argv, Outlook, "A forecast of what is not known yet.")
+    outlook, given, yaml_config, remarks = _parse(argv, Outlook, "A forecast of what is not known yet.")
     if yaml_config:
         raise ValueError(f"yaml_config is not needed: {outlook.source} knows its training; leave it out")
     if outlook.initial is None:
@@ -196,17 +198,17 @@ def load_outlook(argv: list[str]) -> tuple[Outlook, Config, Trained]:
     if (shown := given.get("plot_channels")) is not None:
         numbers = channel_indices(tuple(trained.fields.out_names), tuple(shown), 0, "plot_channels")
         trained = replace(trained, fields=replace(trained.fields, plot_channels=numbers))
-    return replace(outlook, checkpoint=(str(trained.source),)), config, trained
+    return replace(outlook, checkpoint=(str(trained.source),)), config, trained, remarks
 
 
-def _parse(argv: list[str], kind: type[Asked], text: str) -> tuple[Any, dict[str, Any], Any]:
-    """Return what is asked for, the keys of a training that are given, and a YAML file; by the command line alone.
+def _parse(argv: list[str], kind: type[Asked], text: str) -> tuple[Any, dict[str, Any], Any, list[str]]:
+    """Return what is asked for, the keys of a training that are given, a YAML file, and remarks; by the command line.
 
     Raises ValueError for an unknown flag or value, and where there is no such checkpoint.
     """
     known, again = flags(kind), KEYS[kind]
     helps = [(field, f"{field.metadata['help']} ({again.get(name, field.default)})") for name, field in known.items()]
-    found = parse(argv, helps, text)
+    found, remarks = parse(argv, helps, text)
     yaml_config = found.pop("yaml_config", None)
     given = {name: cast(known[name], value) for name, value in found.items() if name in known}
     asked = kind(**{name: given.pop(name) for name in known if name in given and name not in again})
@@ -218,7 +220,7 @@ def _parse(argv: list[str], kind: type[Asked], text: str) -> tuple[Any, dict[str
         if not source.exists():
             raise ValueError(f"no {source}: give {what}")
     find_projection(asked.projection)  # before any library opens an archive
-    return replace(asked, checkpoint=tuple(map(str, sources))), given, yaml_config
+    return replace(asked, checkpoint=tuple(map(str, sources))), given, yaml_config, remarks
 
 
 def load_forecasters(

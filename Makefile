@@ -141,6 +141,7 @@ clean:
 $(VENV)/installed: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: Python 3.11 or newer is needed, and python3 is $$(python3 -V): load another, or use VENV=system"; exit 1; }
+	@echo "Installing torch and what else training needs into $(VENV): 1 GB, and some more where torch brings CUDA"
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements.txt
 	$(COMPILE)
@@ -149,6 +150,7 @@ $(VENV)/installed: requirements.txt
 # The tests' tools, and every extra that they try; of Holistic Trace Analysis not JupyterLab, which only shows it.
 $(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt requirements-mlflow.txt \
     requirements-maps.txt $(READY)
+	@echo "Installing the tools of the tests, and every extra that they try, into $(VENV): 2 GB more"
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
 	$(PYTHON) -m pip install --disable-pip-version-check -q --no-deps HolisticTraceAnalysis==0.5.0
 	$(COMPILE)

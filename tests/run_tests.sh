@@ -3,6 +3,10 @@
 # (tests/run_tests.sh tests/networks/test_vit.py -k patches). Two at a time: who is done takes of the other's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+"${PYTHON:-python}" -c 'import pytest' 2>/dev/null || {
+    echo "tests/run_tests.sh: ${PYTHON:-python} has no pytest: make test installs the tests' tools" >&2
+    exit 2
+}
 tests() { "${PYTHON:-python}" -m pytest "$@"; }
 some=(-n 2 --dist worksteal --ignore tests/slurm)
 

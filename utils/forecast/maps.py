@@ -65,7 +65,7 @@ class Maps:
             axes[0].set_title(f"{source} after {data.lead_hours[k]:g} h{when}", fontsize=9)
             images = [self.draw(axes[0], forecasts[k], scale)]
             if truths is not None:
-                axes[1].set_title(data.date(0, k + 1), fontsize=9)
+                axes[1].set_title(f"truth, {data.date(0, k + 1)}", fontsize=9)
                 axes[2].set_title("error (forecast - truth)", fontsize=9)
                 images += [self.draw(axes[1], truths[k], scale), self.draw(axes[2], forecasts[k] - truths[k], errors)]
         for image, below in zip(images[::2], (grid[:, :2], grid[:, 2:])):

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import re
 import time
 
 import pytest
@@ -214,6 +215,8 @@ def test_the_files_of_a_report(tiny):
         "Verdict",
     ):
         assert log.count(words) == 1, words
+    (line,) = re.findall(r"under the profiler the step took (\S+) ms; without, (\S+) ms \(median\)", log)
+    assert float(line[0]) > 0 and 0 < float(line[1]) < 1000
 
 
 def test_a_trace_of_some_steps(tiny):

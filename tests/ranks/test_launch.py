@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ROOT, clean_environment, free_port, run_ranks, tiny_flags
-from utils.ranks.start import JOINING, join
+from utils.ranks.start import JOINING, join, share_cores
 from utils.ranks.watchdog import Watch
-from utils.ranks.world import World, _first_host, find_world
+from utils.ranks.world import World, _first_host, find_world, ranks_of_node
 
 PLAIN = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node7", MASTER_PORT="1234")
 MPI = dict(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1")
@@ -138,6 +138,33 @@ def test_torchrun_trains_and_an_error_is_printed_once(tiny):
     assert (tiny / "runs/tiny/2GPU/00/metrics.jsonl").exists() and good.stderr.count("DONE ---- rank 0") == 1
     bad = subprocess.run([*torchrun, *tiny_flags(tiny, "--dt", "99")], **options)
     assert bad.returncode != 0 and bad.stderr.count("train.py: error:") == 1
+    *_, last = (line for line in bad.stderr.splitlines() if "traceback : " in line)  # torchrun's own last words
+    assert last.partition("traceback : ")[2] in bad.stderr.partition("train.py: error: ")[2].splitlines()[0]
+    assert "gives 0 samples at dt 99" in last
+
+
+def test_ranks_share_the_cores_of_their_node(monkeypatch):
+    """Unless OMP_NUM_THREADS says otherwise, or the launcher gave each rank cores of its own."""
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for cores, local in ((64, "4"), (16, "4"), (64, "100"), (64, None)):
+        monkeypatch.setattr("utils.ranks.start.cores_in_reach", lambda cores=cores: set(range(cores)))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local) if local else monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        share_cores(World(0, 8))
+    assert given == [16, 16, 1, 8]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    share_cores(World(0, 8))
+    assert len(given) == 4
+    for env, ranks in (
+        ({"LOCAL_WORLD_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, 8),
+    ):
+        assert ranks_of_node(env, 8) == ranks
 
 
 @pytest.mark.slow

@@ -117,10 +117,9 @@ class Statistics:
                 return names
         except (OSError, UnicodeDecodeError):
             pass
-        is_tutorial = count == len(ERA5_CHANNELS) != len(self.names)
-        return (
-            tuple(ERA5_CHANNELS) if is_tutorial and {self.names[c] for c in self.used} <= set(ERA5_CHANNELS) else None
-        )
+        if count == len(ERA5_CHANNELS) != len(self.names) and {self.names[c] for c in self.used} <= set(ERA5_CHANNELS):
+            return tuple(ERA5_CHANNELS)
+        return None
 
 
 def _shape_error(path: str, array: np.ndarray, key: str, shapes: list[tuple[int, ...]]) -> ValueError:

@@ -6,7 +6,7 @@ Rank 0 writes it below `report/` in the run's folder, as tables of numbers (CSV)
 import logging
 import platform
 from collections.abc import Iterator
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch.distributed as dist
@@ -49,11 +49,13 @@ class RunCosts:
         dist.all_gather_object(self.places, (platform.node(), cores_in_reach()))
         self.systems: list[dict[str, Any]] = []
         self.step: StepProfile | None = None  # of this rank
+        self.took = 0.0  # seconds of that step
+        self.usual: list[float] = []  # of those that nobody looked at
         self.steps: list[tuple[float | None, float] | None] = [None] * job.world.size
 
-    def keep(self, step: StepProfile | None) -> None:
-        """Keep what a profiled step did; None where it is not known."""
-        self.step = step
+    def keep(self, step: StepProfile | None, took: float) -> None:
+        """Keep what a profiled step did, None where it is not known, and the seconds that it took."""
+        self.step, self.took = step, took
         dist.all_gather_object(self.steps, step and (step.working, step.waiting))
 
     def record(self, epoch: int, iteration: int) -> None:
@@ -112,7 +114,7 @@ class RunCosts:
         yield from tables.system(self.systems, self.time.warm, self.job.device)
         if self.step:
             yield from tables.memory(self._memory())
-            yield from tables.operators(self.step)
+            yield from tables.operators(self.step, self.took, median(self.usual) if self.usual else None)
         yield "Verdict: " + self.verdict()
 
     def verdict(self) -> str:

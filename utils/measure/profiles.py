@@ -31,6 +31,7 @@ class Profiles(Observer):
         self.costs: RunCosts | None = None
         self.trace: TorchProfile | None = None
         self.is_profiled = self.is_profiling = False
+        self.mark: float | None = None  # when the last step was done; None at the beginning of an epoch
 
     def begin(self, run: Any) -> None:
         """Begin to look, by `run.memory` at the tensors that last."""
@@ -61,6 +62,7 @@ class Profiles(Observer):
                 with harmless("the profile of a step"):
                     self.profiler.start()
                 dist.barrier()  # no rank shall seem to be slow because its profiler was
+            self.mark = time.perf_counter()
 
     def after_step(self, iteration: int, left: int) -> None:
         """End the profile of the step, and count it for the traces."""
@@ -70,12 +72,15 @@ class Profiles(Observer):
         if self.is_profiling:
             self.is_profiled, self.is_profiling, found = True, False, None
             synchronize(self.device)
+            took = time.perf_counter() - self.mark
             with self._aside():
                 self.settle_all()
                 if self.profiler.is_on:
                     with harmless("the profile of a step"):
                         found = self.profiler.stop()
-                self.costs.keep(found)
+                self.costs.keep(found, took)
+        elif self.costs and self.mark is not None:
+            self.costs.usual.append(time.perf_counter() - self.mark)
         last = sum(self.config.profile_steps)
         if self.config.profile == "torch" and self.steps <= last:
             if self.steps == last:  # not before: a trace shows how steps overlap
@@ -88,6 +93,7 @@ class Profiles(Observer):
                         self.trace.step()
                 if self.steps == last:
                     dist.barrier()  # the others wait here for those that write, and nowhere else
+        self.mark = time.perf_counter() if left else None
 
     def _wants_profile(self) -> bool:
         """Whether to profile this step: the same on all ranks. The first one of a process compiles."""

@@ -62,10 +62,12 @@ def memory(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"  {row['part']:13} {row['bytes'] / 2**30:9.3f} {most:9}  {MEMORY.get(row['part'], '')}".rstrip()
 
 
-def operators(step: StepProfile) -> Iterator[str]:
-    """Yield the operators that take most time, and most memory."""
+def operators(step: StepProfile, took: float, usual: float | None) -> Iterator[str]:
+    """Yield the operators that take most time, and most memory, of a step of `took` seconds; others took `usual`."""
     total = sum(step.seconds.values())
     yield f"Operators of one step, by time ({1e3 * total:.3f} ms in all) and by memory:"
+    if usual is not None:
+        yield f"  under the profiler the step took {1e3 * took:.4g} ms; without, {1e3 * usual:.4g} ms (median)"
     for ranking, unit in ((step.seconds, "ms"), (step.allocated, "MiB")):
         for name in sorted(ranking, key=ranking.get, reverse=True)[:TOP]:
             value = ranking[name] * 1e3 if unit == "ms" else ranking[name] / 2**20

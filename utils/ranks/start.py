@@ -4,9 +4,11 @@ A process alone is a group of one: nothing else in the code asks whether it is d
 """
 
 import contextlib
+import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,10 +17,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from utils.errors import NOT_SAVED, Ended, ReadError, Refused, WriteError, first_line
+from utils.device import cores_in_reach
+from utils.errors import NOT_SAVED, STOPPED, Ended, ReadError, Refused, WriteError, first_line
 from utils.ranks.watchdog import Watch, end_now, place
-from utils.ranks.world import World, find_world
+from utils.ranks.world import World, find_world, ranks_of_node
 
+ENDS = {
+    STOPPED: "no error: the run saved its state and can go on (--resume auto)",
+    NOT_SAVED: "the last checkpoint was not written: out.log says why",
+}
 JOINING = timedelta(minutes=10)  # the processes of a large job may start minutes apart
 
 
@@ -42,14 +49,18 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
         code = 0
     except Ended as ended:
         (code,) = ended.args
+        _tell_torchrun(ENDS.get(code, ""))
     except Refused as error:
+        _tell_torchrun(str(error))
         if world.rank == 0:
             print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         error.__traceback__ = None  # it holds main's variables, and NCCL waits for recorded graphs to be gone
         code = 2
     except ReadError as error:
+        _tell_torchrun(str(error))
         end_now(f"rank {world.rank}: {error}", 2)
     except WriteError as error:
+        _tell_torchrun(str(error))
         end_now(f"rank {world.rank}: {error}", NOT_SAVED)
     except Exception as error:
         if world.size == 1:
@@ -61,6 +72,14 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
         dist.destroy_process_group()
     if code:
         sys.exit(code)
+
+
+def _tell_torchrun(line: str) -> None:
+    """Let torchrun's last words be ours: it prints what it finds in this file, else only where to read about it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump(told, file)
 
 
 def _told_by_the_next_call(args: threading.ExceptHookArgs, others: Callable) -> None:
@@ -80,6 +99,7 @@ def _longest_wait(load: Callable | None, argv: list[str]) -> timedelta:
 def _end_all(world: World, error: Exception) -> None:
     """End this process with what happened: the other ranks wait for it, and learn of its end at once."""
     stack = traceback.extract_tb(error.__traceback__)
+    _tell_torchrun(f"{type(error).__name__}: {first_line(error)} ({place(stack)})")
     if isinstance(error, dist.DistError) or "gloo" in str(error):  # a collective that failed, or waited too long
         end_now(f"rank {world.rank}: {first_line(error).rpartition('] ')[2]} ({place(stack)})")
     traceback.print_exc()
@@ -93,6 +113,20 @@ def allow_open_files() -> None:
 
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def share_cores(world: World) -> None:
+    """Give this rank its part of the cores, where OMP_NUM_THREADS does not say how many threads it may have.
+
+    Ranks that share cores and spin on two threads each made steps up to 30 times slower. Cores that a launcher gave to
+    this rank alone are all its own.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = len(cores_in_reach())
+    if cores == os.cpu_count():
+        cores //= ranks_of_node(os.environ, world.size)
+    torch.set_num_threads(max(cores, 1))
 
 
 def join(world: World, wait: timedelta = JOINING) -> None:
@@ -109,9 +143,7 @@ def join(world: World, wait: timedelta = JOINING) -> None:
     if world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
-        # Ranks that share cores and spin on two threads each made steps up to 30 times slower.
-        torch.set_num_threads(1)
+    share_cores(world)
     os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
     try:

@@ -95,7 +95,12 @@ class RunLogger(Observer):
         C, H, W = data.train_files.shape
         logging.info("Run folder: %s", self.folder)
         ranks, threads = self.job.world.size, torch.get_num_threads()
-        logging.info("Device: %s, %d rank(s), %d thread(s) each", self.job.device, ranks, threads)
+        shared = (
+            ""
+            if "OMP_NUM_THREADS" in os.environ or ranks == 1
+            else "; OMP_NUM_THREADS is not set, so they share the cores"
+        )
+        logging.info("Device: %s, %d rank(s), %d thread(s) each%s", self.job.device, ranks, threads, shared)
         logging.info(
             "Data: %d training and %d validation samples of %d channels in, %d out, %d x %d of %d x %d; dt is %s",
             *(len(data.train_pairs), len(data.valid_pairs), len(fields.in_names), len(fields.out_names)),

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 import train  # noqa: E402
 from benchmarks.harness.call import all_devices, call, check_place, end_on_signals, launch, reason, spread, stay_on  # noqa: E402
 from benchmarks.harness.record import write_record  # noqa: E402
-from benchmarks.node.machine import Line, cores, devices, host_memory, limits, versions  # noqa: E402
+from benchmarks.node.machine import Line, cores, devices, host_memory, limits, sizes, versions  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
 from utils.config.reader import load_config  # noqa: E402
 from utils.config.settings import Config  # noqa: E402
@@ -219,6 +219,7 @@ def main(argv: list[str]) -> None:
     _, here = spread(args.nproc)
     show("Devices", devices(here))
     show("Cores", cores(config, here))
+    show("Sizes", sizes(config))
     found: dict = {}
 
     def simulated() -> Iterator[Line]:

@@ -1,6 +1,7 @@
 """The device of a rank, what it can do, and what is in use of it."""
 
 import functools
+import math
 import mmap
 import os
 import re
@@ -151,3 +152,12 @@ def cached_gb(device: torch.device) -> float:
 def cores_in_reach() -> set[int]:
     """Return the CPU cores that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def cores_by_quota() -> int:
+    """Return how many cores' time a container may take (cgroup v2), rounded up; without such a limit all there are."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):  # no such file; `max`
+        return os.cpu_count() or 1

@@ -121,6 +121,21 @@ def cpu_list(text: str) -> set[int]:
     return cpus
 
 
+def sizes(config: Config) -> Iterator[Line]:
+    """Look at the sizes of matrix products: units for 16 bits take multiples of 8, and those of 64 fill them best."""
+    tp, side = config.tensor_parallel, config.patch_size + 2 * config.patch_overlap
+    found = {
+        "embed_dim over tensor_parallel": config.embed_dim // tp,
+        "embed_dim over num_heads": config.embed_dim // config.num_heads,
+        "a window's numbers, read": config.n_in_channels * side**2,
+        "and forecast": config.n_out_channels * side**2,
+    }
+    odd = [name for name, size in found.items() if size % 8]
+    best = "; the first is no multiple of 64" if not odd and config.embed_dim // tp % 64 else ""
+    told = ", ".join(f"{name} {size:,}" for name, size in found.items())
+    yield Line(told + best, f"GPUs want multiples of 8: {', '.join(odd)}" if odd else None)
+
+
 def limits(data: WeatherData | None, ranks: int) -> Iterator[Line]:
     """Compare the limits of this process with what training takes."""
     import resource

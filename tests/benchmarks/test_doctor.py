@@ -14,7 +14,7 @@ import pytest
 from benchmarks import doctor
 from benchmarks.doctor import memory, read_speed, storage, values
 from benchmarks.node import machine
-from benchmarks.node.machine import Line, cores, cpu_list, limits, versions
+from benchmarks.node.machine import Line, cores, cpu_list, limits, sizes, versions
 from tests.helpers import ROOT, clean_environment, tiny_flags
 from utils.config.reader import load_config
 from utils.config.settings import Config
@@ -39,7 +39,7 @@ def test_a_machine_from_end_to_end(tiny):
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     titles = [line for line in done.stdout.splitlines() if line and not line.startswith((" ", "("))]
-    sections = ["Versions", "Devices", "Cores", "Memory", "Limits", "Data", "Storage", "Communication"]
+    sections = ["Versions", "Devices", "Cores", "Sizes", "Memory", "Limits", "Data", "Storage", "Communication"]
     assert titles[:-1] == sections
     assert titles[-1] == "All is well." or titles[-1].endswith("thing(s) to change")
     for words in (
@@ -86,6 +86,18 @@ def test_cores_threads_and_numa_nodes(monkeypatch, tmp_path):
     assert len(two) == 2 and "lower --num_data_workers to 4" in two[0] and "2 NUMA node(s): bind" in two[1]
     eight = changes(cores(Config(), 8))
     assert "8 ranks need a core each" in eight[0] and "export OMP_NUM_THREADS=1" in eight[1]
+
+
+def test_sizes_that_matrix_units_do_not_like():
+    def look(*flags):
+        (line,) = sizes(load_config(["--config=base", *flags], chapter=2)[0])
+        return line
+
+    assert look().change is None and "64" not in look().found.partition(";")[2]
+    assert look("--tensor_parallel=4").found.endswith("; the first is no multiple of 64")
+    assert "multiples of 8: embed_dim over num_heads" in look("--embed_dim=96").change
+    odd = look("--n_out_channels=3", "--patch_size=3")
+    assert odd.change.endswith("a window's numbers, read, and forecast") and "read 180, and forecast 27" in odd.found
 
 
 def test_lists_of_cores():

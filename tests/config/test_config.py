@@ -150,6 +150,7 @@ def test_wrong_configuration_is_one_line_with_the_remedy(tmp_path, text, flags, 
 @pytest.mark.parametrize(
     "argv, name, value",
     [(["--num_it=4"], "num_iters", 4), (["--enable_j"], "enable_jit", True), (["--no_tf"], "tf32", False),
+     (["--no_val"], "validate_first", False),
      (["--img", "8", "16"], "img_size", (8, 16)), (["--conf", "mp"], "embed_dim", 1024)],
 )  # fmt: skip
 def test_a_flag_shortened_to_a_unique_beginning_is_taken_and_said(argv, name, value):

@@ -12,7 +12,7 @@ from tests.helpers import call_here, losses, records, run_here, tiny_flags, writ
 from utils.config.reader import load_config
 from utils.data.fields import Fields
 from utils.data.files import ERA5_CHANNELS, Files
-from utils.errors import ReadError
+from utils.errors import Ended, ReadError
 from utils.forecast.trained import Trained
 
 
@@ -36,12 +36,11 @@ def widen(folder, count, places, names=None):
     "names, count, places, beside, how",
     [
         (["t2m", "z500", "u10m"], 20, [2, 14, 0], None, "name"),  # the tutorial's order
-        (["t2m", "z500", "q"], 20, [0, 1, 2], None, "their places"),  # one that the tutorial has not
         (None, 20, [0, 1, 2], None, "their places"),
         (["a", "b", "c"], 5, [4, 0, 2], ["b", "x", "c", "y", "a"], "name"),
         (["a", "b", "c"], 3, [2, 1, 0], ["c", "b", "a"], "name"),
         (["a", "b", "c"], 3, [0, 1, 2], ["k", "l", "m"], None),  # the same channels under other names
-        (["a", "b", "c"], 5, [0, 1, 2], ["of", "another"], "their places"),  # names of other statistics
+        (["a", "b", "c"], 3, [0, 1, 2], ["of", "another"], None),  # names of other statistics
     ],
 )
 def test_of_more_channels_than_the_files(tmp_path, names, count, places, beside, how):
@@ -66,6 +65,14 @@ def test_of_what_is_used_they_need_no_more(tmp_path):
         np.save(path, np.load(path)[:, :2])
     np.testing.assert_array_equal(opened(tmp_path, *argv).stds[:2], expected.stds[:2])
     with pytest.raises(ValueError, match=r"global_means.npy has the shape \[1, 2, 1, 1\].* must be \[1, 3, 1, 1\]"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("names, beside", [(["t2m", "z500", "q"], None), (["a", "b", "c"], ["of", "another"])])
+def test_of_more_channels_whose_names_nobody_knows(tmp_path, names, beside):
+    write_data(tmp_path, names=names)
+    widen(tmp_path, 20, [0, 1, 2], beside)
+    with pytest.raises(ValueError, match=f"is of 20 channels, and which of them are {', '.join(names)} nobody says"):
         opened(tmp_path)
 
 
@@ -177,3 +184,15 @@ def test_a_validation_before_the_first_step(tmp_path):
     (half,) = (folder / "checkpoints").glob("00000002*")
     run_here([*argv, "--validate_first", "--resume", str(half)])  # not once more when it goes on
     assert [e["epoch"] for e in records(folder, "epoch")] == [0, 1, 2] and losses(folder) == expected
+
+
+def test_a_stop_in_the_first_validation_leaves_nothing_to_go_on_from(tmp_path, monkeypatch):
+    write_data(tmp_path)
+    argv = tiny_flags(tmp_path, "--validate_first", "--resume=auto")
+    with monkeypatch.context() as stopped, pytest.raises(Ended):
+        stopped.setattr("utils.ranks.stop.StopRequests.agree", lambda self: (True, False))
+        run_here(argv)
+    folder = tmp_path / "runs/tiny/1GPU/00"
+    assert not list(folder.glob("checkpoints/0*"))
+    assert "Stopped before the first step: there is nothing to go on from" in (folder / "out.log").read_text()
+    assert [e["epoch"] for e in records(run_here(argv), "epoch")] == [0, 1, 2]

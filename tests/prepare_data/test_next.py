@@ -91,6 +91,12 @@ def test_statistics_of_files_that_are_there(tmp_path, capsys):
     assert "left as they were: global_means, global_stds" in capsys.readouterr().out
     np.testing.assert_allclose(np.load(stats / "time_means.npy"), expected["time_means.npy"], rtol=1e-6)
     assert not np.load(stats / "global_means.npy").any()
+    assert not (stats / "channels.txt").exists()  # of those that were there nobody knows the order
+    (folder / "time_means.npy").unlink()
+    write_data(tmp_path / "other", names=["b", "a", "c"])
+    assert main(["stats", str(tmp_path / "other"), "--out", str(folder)]) == 2
+    assert "are of other channels or in another order" in capsys.readouterr().err
+    assert (folder / "channels.txt").read_text() == "a\nb\nc\n" and not (folder / "time_means.npy").exists()
     assert main(["stats", str(tmp_path)]) == 2 and "--overwrite makes them anew" in capsys.readouterr().err
     assert main(["stats", str(tmp_path), "--overwrite"]) == 0
     np.testing.assert_allclose(np.load(stats / "global_means.npy"), expected["global_means.npy"], rtol=1e-6)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.helpers import ROOT, clean_environment, free_port, run_ranks, tiny_flags
 from utils.ranks.start import JOINING, join, share_cores
 from utils.ranks.watchdog import Watch
-from utils.ranks.world import World, _first_host, find_world, ranks_of_node
+from utils.ranks.world import World, _first_host, find_world
 
 PLAIN = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node7", MASTER_PORT="1234")
 MPI = dict(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1")
@@ -144,27 +144,32 @@ def test_torchrun_trains_and_an_error_is_printed_once(tiny):
 
 
 def test_ranks_share_the_cores_of_their_node(monkeypatch):
-    """Unless OMP_NUM_THREADS says otherwise, or the launcher gave each rank cores of its own."""
+    """Unless OMP_NUM_THREADS says otherwise; and no more than a container may take."""
     given = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for cores, local in ((64, "4"), (16, "4"), (64, "100"), (64, None)):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for cores, quota, ranks in ((64, 64, 4), (16, 64, 1), (64, 64, 100), (64, 4, 2)):
         monkeypatch.setattr("utils.ranks.start.cores_in_reach", lambda cores=cores: set(range(cores)))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local) if local else monkeypatch.delenv("LOCAL_WORLD_SIZE")
-        share_cores(World(0, 8))
-    assert given == [16, 16, 1, 8]
+        monkeypatch.setattr("utils.ranks.start.cores_by_quota", lambda quota=quota: quota)
+        share_cores(ranks)
+    assert given == [16, 16, 1, 2]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    share_cores(World(0, 8))
+    share_cores(1)
     assert len(given) == 4
-    for env, ranks in (
-        ({"LOCAL_WORLD_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 2),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": ""}, 8),
-    ):
-        assert ranks_of_node(env, 8) == ranks
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_ranks_find_out_who_shares_their_cores(own):
+    """Three of eight cores, say, may be one rank's own or all ranks' together: they tell each other."""
+    code = (
+        "import os, torch, utils.ranks.start as s\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"s.cores_in_reach = lambda: {{10 * rank * {own} + i for i in range(6)}}\n"
+        "s.cores_by_quota = lambda: 99\n"
+        "os.environ.pop('OMP_NUM_THREADS')\n"
+        "s.start(lambda world, argv: print(torch.get_num_threads()), [])"
+    )
+    assert [done.stdout.strip() for done in run_ranks(2, ["-c", code])] == ["6" if own else "3"] * 2
 
 
 @pytest.mark.slow

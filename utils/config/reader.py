@@ -92,8 +92,8 @@ def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> 
 
     Raises ValueError for another flag, with the closest, and for a shortened one that may be several.
     """
-    names = [field.name for field, _ in helps]
-    names = [f"--{p}{name}" for name in (*names, "yaml_config") for p in ("", "no_")]
+    names = [f"--{field.name}" for field, _ in helps] + ["--yaml_config"]
+    names += [f"--no_{field.name}" for field, _ in helps if _parts(field)[0] is bool]
     argv, remarks = _lengthened(argv, [*names, *(f"--{name}" for name in UNUSED_KEYS), "--help"])
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
     parser.add_argument("--yaml_config", help=f"YAML file of named sections ({YAML_CONFIG})")

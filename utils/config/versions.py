@@ -58,6 +58,8 @@ def check():
     """End the process, with a line from each node, where something is missing."""
     line = missing()
     if line:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write("{}: error: {}\n".format(os.path.basename(sys.argv[0] or "python"), line))
+        places = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+        if all(os.environ.get(name, "0") == "0" for name in places):
+            name = "python" if sys.argv[0] in ("", "-m", "-c") else os.path.basename(sys.argv[0])
+            sys.stderr.write("{}: error: {}\n".format(name, line))
         sys.exit(2)

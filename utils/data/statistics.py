@@ -43,8 +43,8 @@ class Statistics:
             key: of the configuration, for errors.
             tails: the shapes that may follow the channels.
 
-        Raises ValueError for a file that cannot be read, another shape, values that are not finite, and for less
-        channels than are used.
+        Raises ValueError for a file that cannot be read, another shape, values that are not finite, for less channels
+        than are used, and for more than the data's, where those have names and the statistics none that are known.
         """
         try:
             array = np.asarray(np.load(path))  # an archive of several has no shape
@@ -98,6 +98,11 @@ class Statistics:
         """Return where the used channels stand in a file of so many, and how that is known where not by place."""
         names = self._names_of(path, count)
         wanted = [self.names[c] for c in self.used]
+        if self.are_named and names is None and count > len(self.names):
+            raise ValueError(
+                f"{path} is of {count} channels, and which of them are {', '.join(wanted)} nobody says: name them all "
+                f"in {path.with_name(NAMES)}, a line each, or make statistics with `python -m utils.prepare_data stats`"
+            )
         if not self.are_named or names is None or (count == len(self.names) and not set(wanted) <= set(names)):
             return list(self.used), None
         for name in wanted:

@@ -73,4 +73,5 @@ class StatisticsSums:
             if name not in leave:
                 with whole(folder / f"{name}.npy") as part, part.open("wb") as file:
                     np.save(file, value.numpy())
-        write_text(folder / NAMES, "\n".join(channels) + "\n")
+        if not leave or (folder / NAMES).exists():  # of those that were there nobody knows more than before
+            write_text(folder / NAMES, "\n".join(channels) + "\n")

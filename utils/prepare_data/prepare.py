@@ -258,7 +258,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {reason}{kept}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("Interrupted: the same command goes on after the last complete file", file=sys.stderr)
+        goes_on = argv[:1] not in (["check"], ["stats"])
+        print(f"Interrupted{': the same command goes on after the last complete file' * goes_on}", file=sys.stderr)
         return 130
     print(f"Wrote {written}")
     print(preparation.next.say())

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from utils.data.files import Files
 from utils.data.frames import FrameReader
+from utils.data.statistics import NAMES
 from utils.data.statistics_sums import StatisticsSums
 
 
@@ -36,6 +37,12 @@ def write_statistics(folder: str, out: str | None, overwrite: bool) -> str:
         raise ValueError(f"{into} holds all statistics: --overwrite makes them anew")
     if not sum(files.steps):
         raise ValueError(f"{files.paths[0]} holds no time step: there is nothing to make statistics of")
+    (names, _), beside = files.names(None), into / NAMES
+    if there and beside.exists() and tuple(beside.read_text().splitlines()) != names:
+        raise ValueError(
+            f"the statistics in {into} are of other channels or in another order ({NAMES}) than {files.paths[0]}: give "
+            f"another --out, or --overwrite"
+        )
     C, H, W = files.shape
     reader = FrameReader(files, list(range(C)), range(H), W)
     with tqdm(total=sum(files.steps), desc="time steps", leave=False, disable=None) as progress:
@@ -50,7 +57,6 @@ def write_statistics(folder: str, out: str | None, overwrite: bool) -> str:
                 sums.add(frame, before if is_next else None)
                 before = frame.clone()
                 progress.update()
-    names, _ = files.names(None)
     sums.write(into, names, leave=there)
     kept = f"; left as they were: {', '.join(there)}" if there else ""
     written = ", ".join(name for name in sums.FILES if name not in there)

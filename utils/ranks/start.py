@@ -6,6 +6,7 @@ A process alone is a group of one: nothing else in the code asks whether it is d
 import contextlib
 import json
 import os
+import platform
 import sys
 import threading
 import time
@@ -17,10 +18,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from utils.device import cores_in_reach
+from utils.device import cores_by_quota, cores_in_reach
 from utils.errors import NOT_SAVED, STOPPED, Ended, ReadError, Refused, WriteError, first_line
 from utils.ranks.watchdog import Watch, end_now, place
-from utils.ranks.world import World, find_world, ranks_of_node
+from utils.ranks.world import World, find_world
 
 ENDS = {
     STOPPED: "no error: the run saved its state and can go on (--resume auto)",
@@ -115,18 +116,18 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def share_cores(world: World) -> None:
-    """Give this rank its part of the cores, where OMP_NUM_THREADS does not say how many threads it may have.
+def name_of_cores() -> str:
+    """Return what ranks that share the same cores of the same node call them alike."""
+    return f"{platform.node()} {sorted(cores_in_reach())}"
 
-    Ranks that share cores and spin on two threads each made steps up to 30 times slower. Cores that a launcher gave to
-    this rank alone are all its own.
+
+def share_cores(ranks: int) -> None:
+    """Give this rank its part of the cores that so many ranks share, unless OMP_NUM_THREADS says how many threads.
+
+    Ranks that share cores and spin on two threads each made steps up to 30 times slower.
     """
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    cores = len(cores_in_reach())
-    if cores == os.cpu_count():
-        cores //= ranks_of_node(os.environ, world.size)
-    torch.set_num_threads(max(cores, 1))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(min(len(cores_in_reach()), cores_by_quota()) // ranks, 1))
 
 
 def join(world: World, wait: timedelta = JOINING) -> None:
@@ -143,14 +144,15 @@ def join(world: World, wait: timedelta = JOINING) -> None:
     if world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    share_cores(world)
     os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size))
     try:
         store, *_ = next(dist.rendezvous("env://", timeout=JOINING))
+        store.add(name_of_cores(), 1)
         if store.add("here", 1) == world.size:
             store.set("all are here", "")
         store.wait(["all are here"], JOINING)
+        share_cores(store.add(name_of_cores(), 0))
         store.set_timeout(wait)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=wait)
     except dist.DistError as error:

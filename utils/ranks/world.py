@@ -78,12 +78,3 @@ def find_world(env: Mapping[str, str]) -> World:
     if not 0 <= world.rank < world.size:
         raise Refused(f"rank {world.rank} is not below the number of ranks {world.size}: check the environment")
     return world
-
-
-def ranks_of_node(env: Mapping[str, str], size: int) -> int:
-    """Return how many ranks run on this node, by the variables of torchrun, Open MPI or Slurm; else all, `size`."""
-    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
-    for name in names:  # of Slurm such as 4(x2),3: of nodes that differ, the first ones
-        if found := re.match(r"[1-9]\d*", env.get(name, "")):
-            return int(found[0])
-    return size

@@ -141,6 +141,9 @@ class Saving(Observer):
         if stop:
             why = self.requests.reason or "a signal to another rank"
             self.run.log("Stopping after %d of %d iterations: %s", iteration, self.run.job.config.num_iters, why)
+            if not iteration:
+                self.run.log("Stopped before the first step: there is nothing to go on from")
+                raise Ended(STOPPED)
             self._save()
             self._wait_for_last()
             self.run.log("Stopped: --resume auto goes on from here, or --resume %s", self.run.folder)

@@ -247,8 +247,7 @@ def main(argv: list[str]) -> None:
     changes = sum(line.change is not None for lines in shown.values() for line in lines)
     print(f"\n{changes} thing(s) to change" if changes else "\nAll is well.")
     if args.json:
-        found = {title: [line._asdict() for line in lines] for title, lines in shown.items()}
-        write_record(args.json, {"changes": changes}, {}, lines=found)
+        write_record(args.json, {"changes": changes}, {}, lines={k: [x._asdict() for x in v] for k, v in shown.items()})
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ from utils.config.versions import missing
 SCRIPTS = ["train.py", "train_mp.py", "train_mp_graphs.py", "evaluate.py", "forecast.py"]
 
 
-def stand_in(folder, version: str | None) -> None:
-    """Put a package torch into a folder that cannot be imported, of some version; None for none that is found."""
+def stand_in(folder, version: str) -> None:
+    """Put a package torch of some version into a folder, which cannot be imported."""
     (folder / "torch").mkdir()
-    if version:
-        (folder / "torch/__init__.py").write_text("raise ImportError('the stand-in was imported')\n")
-        (folder / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+    (folder / "torch/__init__.py").write_text("raise ImportError('the stand-in was imported')\n")
+    (folder / "torch/version.py").write_text(f"__version__ = '{version}'\n")
 
 
 def said_by(script: str, folder, **environment: str) -> str:

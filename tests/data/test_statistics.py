@@ -37,6 +37,7 @@ def widen(folder, count, places, names=None):
     [
         (["t2m", "z500", "u10m"], 20, [2, 14, 0], None, "name"),  # the tutorial's order
         (None, 20, [0, 1, 2], None, "their places"),
+        (None, 5, [0, 1, 2], ["a", "b", "c", "d", "e"], "their places"),  # names, and nobody to ask for them
         (["a", "b", "c"], 5, [4, 0, 2], ["b", "x", "c", "y", "a"], "name"),
         (["a", "b", "c"], 3, [2, 1, 0], ["c", "b", "a"], "name"),
         (["a", "b", "c"], 3, [0, 1, 2], ["k", "l", "m"], None),  # the same channels under other names

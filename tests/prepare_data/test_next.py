@@ -49,6 +49,28 @@ def test_the_next_command_trains(tmp_path, monkeypatch, capsys, section, constan
     assert used["inf_data_path"] == ("my data/valid" if section else "my data/test")
 
 
+def test_the_batch_is_no_larger_than_the_data(tmp_path, capsys):
+    """17 steps of training in two files, one of them with a gap, are 14 samples."""
+    path = write(tmp_path / "raw", dataset("2000-12-30", **GRID).drop_isel(time=3))
+    argv = [
+        path,
+        "--out",
+        str(tmp_path / "out"),
+        "--valid_from",
+        "2001-01-03T12:00",
+        "--allow_gaps",
+        "--section",
+        "mine",
+    ]
+    assert main(argv) == 0 and "17 in train" in (said := capsys.readouterr().out)
+    argv = command_of(said)
+    call_here(train.main, [*argv, "--num_iters=1", "--expdir", str(tmp_path / "runs")])
+    (folder,) = (tmp_path / "runs").glob("*/1GPU/00")
+    used = yaml.safe_load((folder / "config.yaml").read_text())["mine"]
+    assert used["global_batch_size"] == 8
+    assert "Data: 14 training" in (folder / "out.log").read_text()
+
+
 def test_without_a_validation_set_the_next_thing_is_one(tmp_path, capsys):
     path = write(tmp_path / "raw", dataset())
     assert main([path, "--out", str(tmp_path / "out")]) == 0

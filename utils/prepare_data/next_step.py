@@ -19,7 +19,7 @@ class NextStep:
 
     Attributes:
         shape: of a time step, (C, H, W), its rows from the north.
-        samples: for training, about.
+        samples: for training.
         kinds: of its parts: train, and perhaps valid and test.
         constants: their names.
         section: name of the section to write; None for none.

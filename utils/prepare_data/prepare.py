@@ -86,8 +86,11 @@ class Preparation:
         for name, start, stop in self.files:
             counts[name.split("/")[0]] += stop - start
         self.counts = counts  # time steps of each part
-        samples, kinds = counts["train"] - 1, tuple(counts)
-        self.next = NextStep(self.out, self.shape, samples, kinds, tuple(self.fixed_names), self.section)
+        steps = np.diff(archive.times)
+        samples = sum(  # pairs of states inside a file, without a gap
+            int((steps[a : b - 1] == steps.min()).sum()) for name, a, b in self.files if name.startswith("train")
+        )
+        self.next = NextStep(self.out, self.shape, samples, tuple(counts), tuple(self.fixed_names), self.section)
 
     def write(self) -> str:
         """Write the data set, and return a phrase on what was written."""

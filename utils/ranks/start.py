@@ -24,8 +24,8 @@ from utils.ranks.watchdog import Watch, end_now, place
 from utils.ranks.world import World, find_world
 
 ENDS = {
-    STOPPED: "no error: the run saved its state and can go on (--resume auto)",
-    NOT_SAVED: "the last checkpoint was not written: out.log says why",
+    STOPPED: "no error: a signal or the clock stopped the run; its log says how to go on",
+    NOT_SAVED: "the last checkpoint was not written: the log says why",
 }
 JOINING = timedelta(minutes=10)  # the processes of a large job may start minutes apart
 
@@ -50,7 +50,8 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
         code = 0
     except Ended as ended:
         (code,) = ended.args
-        _tell_torchrun(ENDS.get(code, ""))
+        if code in ENDS:
+            _tell_torchrun(ENDS[code])
     except Refused as error:
         _tell_torchrun(str(error))
         if world.rank == 0:

@@ -95,11 +95,8 @@ class RunLogger(Observer):
         C, H, W = data.train_files.shape
         logging.info("Run folder: %s", self.folder)
         ranks, threads = self.job.world.size, torch.get_num_threads()
-        shared = (
-            ""
-            if "OMP_NUM_THREADS" in os.environ or ranks == 1
-            else "; OMP_NUM_THREADS is not set, so they share the cores"
-        )
+        are_shared = ranks > 1 and "OMP_NUM_THREADS" not in os.environ
+        shared = "; OMP_NUM_THREADS is not set, so they share the cores" * are_shared
         logging.info("Device: %s, %d rank(s), %d thread(s) each%s", self.job.device, ranks, threads, shared)
         logging.info(
             "Data: %d training and %d validation samples of %d channels in, %d out, %d x %d of %d x %d; dt is %s",

@@ -190,7 +190,7 @@ def main(world: World, argv: list[str], observers: Iterable = (), wrap: Callable
     with Run(Job(config, world, device, data), build_model, observers=observers) as run:
         run.begin(TrainingState(model, optimizer, scaler, config.ema_decay, model.stacked()), remarks)  # may resume
         model = wrap(model, config)
-        step = partial(forward_backward, model, scaler=scaler, config=config, distance=data.distance)
+        step = partial(forward_backward, model, scaler=scaler, config=config, distance=data.distance())
         update = partial(update_weights, optimizer, scaler, config)
         train(step, update, model, data, config, run)
 

@@ -15,26 +15,21 @@ from functools import partial
 from utils.config.reader import load_config  # isort: skip (first: it says if torch is missing or too old)
 import torch
 
-from distributed.helpers import GridScaler, TensorParallelGradients, sliced_dims
-from distributed.mappings import reduce
+from distributed.helpers import GridScaler, TensorParallelGradients, share_loss, sliced_dims
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens, share_frames
 from train import build_model, build_optimizer, build_scaler, data_parallel, forward_backward, train, update_weights
 from utils.checkpoint.state import TrainingState
 from utils.comm import Grid
 from utils.compiler import compile_modules
-from utils.data.dataset import Job, TokenShard, WeatherData
+from utils.data.dataset import Job, WeatherData
 from utils.ranks.agree import all_ranks_agree
 from utils.ranks.start import World, start
 from utils.run import setup
 from utils.run.run import Run
 
 
-def make_step(
-    serial_step: Callable, grid: Grid, shard: TokenShard, gradients: TensorParallelGradients, distance: Callable
-) -> Callable[..., torch.Tensor]:
+def make_step(serial_step: Callable, grid: Grid, gradients: TensorParallelGradients, distance: Callable) -> Callable:
     """Return the step of chapter 1 with what a parallel model adds to it."""
-    # A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
-    distance = partial(distance, total=partial(reduce, group=shard.group))
 
     def step(*tensors: torch.Tensor) -> torch.Tensor:
         """Fill the gradients: means over dp, sums over cp, and over tp where its ranks hold replicas."""
@@ -80,7 +75,8 @@ def main(
         run.begin(state, remarks)
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))
         serial_step = partial(forward_backward, parallel, scaler=scaler, config=config)
-        step = make_step(serial_step, grid, shard, gradients, data.distance)
+        distance = data.distance(**share_loss(config, grid, shard, device))
+        step = make_step(serial_step, grid, gradients, distance)
         update = partial(update_weights, optimizer, scaler, config, total_norm=gradients.norm)
         step, update = transform(step, update, model, config, run)
         train(step, update, parallel, data, config, run)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.harness.record import write_record
-from distributed.helpers import GridScaler, TensorParallelGradients
+from distributed.helpers import GridScaler, TensorParallelGradients, share_loss
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens
 from networks.attention import BACKENDS
 from train import build_model, build_optimizer, forward_backward
@@ -129,7 +129,8 @@ def step_of(config: Config, grid: Grid) -> dict:
     if is_fused:
         for block in serial.blocks:
             block.attn.attn_drop = 0.0
-    model = parallelize(serial, config, grid, shard, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    model = parallelize(serial, config, grid, shard, cpu)
     samples = config.local_batch_size * config.accumulation_steps
     K, shapes = config.longest_rollout, (shard.input_shape, shard.shape, shard.input_shape)
     inp, target, forced = ((size, *shape) for size, shape in zip(fields.sizes, shapes))
@@ -138,7 +139,8 @@ def step_of(config: Config, grid: Grid) -> dict:
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     scaler = GridScaler("cpu", grid.get_group("tp-cp"), enabled=config.amp_mode == "fp16")
     serial_step = partial(forward_backward, model, scaler=scaler, config=config)
-    step = make_step(serial_step, grid, shard, gradients, distance(config, fields, shard, torch.device("cpu")))
+    shared = share_loss(config, grid, shard, cpu)
+    step = make_step(serial_step, grid, gradients, distance(config, fields, shard, cpu, **shared))
     size = sum(p.nbytes for p in model.parameters())
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
     tracker.track_external(model, optimizer, *batch)

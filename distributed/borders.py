@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distributed.mappings import halo, halo_add
 from utils.data.token_shard import TokenShard
 
 
@@ -19,10 +20,34 @@ from utils.data.token_shard import TokenShard
 class Borders:
     """What one rank sends to the others, and receives from them: places and their numbers, rank after rank."""
 
+    shard: TokenShard
     sent: Tensor  # places in its shard, as [P * n P]; a point that several ranks need is there several times
     sent_counts: list[int]
     places: Tensor  # of what it receives, in its input as [h * W]
     received_counts: list[int]
+
+    def to(self, device: torch.device) -> "Borders":
+        return replace(self, sent=self.sent.to(device), places=self.places.to(device))
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Return a shard [..., P, n P] amid its surroundings: the rows that its windows cover, [..., h, W].
+
+        Points of these rows that no window covers are 0. Communication over the shard's group, with b points across
+        the borders: an all-to-all of b for each image in the forward, and one in the backward.
+        """
+        border = halo(x.flatten(-2), self.sent, self.sent_counts, self.received_counts, self.shard.group)
+        rows = self.shard.place_in_rows(x)
+        return rows.flatten(-2).index_copy(-1, self.places, border).view_as(rows)
+
+    def send_home(self, rows: Tensor) -> Tensor:
+        """Return the sum of what all ranks wrote into this shard's points across its borders, [..., P, n P].
+
+        The transpose of `rows_of`, less the shard's own points; the same communication.
+        """
+        shape = *rows.shape[:-2], self.shard.patch_size, self.shard.count * self.shard.patch_size
+        border, size = rows.flatten(-2).index_select(-1, self.places), shape[-2] * shape[-1]
+        counts, group = (self.sent_counts, self.received_counts), self.shard.group
+        return halo_add(border, self.sent, *counts, size, group).view(shape)
 
 
 def borders_of(shard: TokenShard, chunks: list[int]) -> Borders:
@@ -40,7 +65,7 @@ def borders_of(shard: TokenShard, chunks: list[int]) -> Borders:
         y, x = np.nonzero(reached & (owner == chunk) & (chunk != shard.index))
         received.append((y - shard.input_rows.start) * W + x)
     sent_places, places = (torch.from_numpy(np.concatenate(found).astype(np.int64)) for found in (sent, received))
-    return Borders(sent_places, list(map(len, sent)), places, list(map(len, received)))
+    return Borders(shard, sent_places, list(map(len, sent)), places, list(map(len, received)))
 
 
 def reach(shard: TokenShard) -> np.ndarray:

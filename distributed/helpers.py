@@ -1,5 +1,7 @@
-"""What the optimiser needs to know of tensor parallelism: whole gradients, their norm, and overflows on any rank."""
+"""What loss and optimiser need to know of the grid: whole images, gradients, their norm, and overflows on any rank."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +10,10 @@ from torch import Tensor, nn
 
 from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from distributed.mappings import reduce
+from distributed.parallelize import find_borders
 from utils.comm import Grid
+from utils.config.settings import Config
+from utils.data.token_shard import TokenShard
 from utils.spans import communication, span
 
 
@@ -21,6 +26,17 @@ def sliced_dims(model: nn.Module) -> dict[nn.Parameter, int]:
         elif isinstance(module, RowParallelLinear):
             dims[module.weight] = 1
     return dims
+
+
+def share_loss(config: Config, grid: Grid, shard: TokenShard, device: torch.device) -> dict[str, Callable]:
+    """Return what brings the rest of an image into the loss of this rank's tokens: `total` and, if needed, `rows`.
+
+    A norm is a root of sums over all tokens. Every rank has the loss of whole images, and the gradient of its part.
+    """
+    shared = {"total": partial(reduce, group=shard.group)}
+    if config.loss_gradient and shard.shards > 1:
+        shared["rows"] = find_borders(config, grid, shard.with_overlap(1), device).rows_of
+    return shared
 
 
 class TensorParallelGradients:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distributed.borders import borders_of
+from distributed.borders import Borders, borders_of
 from distributed.layers import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -16,7 +16,7 @@ from distributed.layers import (
     ParallelPatchEmbed,
     RowParallelLinear,
 )
-from distributed.mappings import copy, halo, halo_add, reduce
+from distributed.mappings import copy, reduce
 from networks.overlap import mirror_at_poles, repeat_at_poles
 from networks.vit import ViT
 from utils.comm import Grid, places
@@ -72,6 +72,13 @@ def shard_tokens(config: Config, grid: Grid, rank: int | None = None) -> TokenSh
     return TokenShard(config.img_size, config.patch_size, size, index, group, config.patch_overlap)
 
 
+def find_borders(config: Config, grid: Grid, shard: TokenShard, device: torch.device) -> Borders:
+    """Return the borders of this rank's tokens, whose windows reach as far as `shard` says."""
+    axes = "tp-cp" if is_sequence_parallel(config, grid) else "cp"
+    chunks = [shard_tokens(config, grid, rank).index for rank in grid.get_ranks(axes)]
+    return borders_of(shard, chunks).to(device)
+
+
 def share_frames(config: Config, grid: Grid) -> FrameSharing | None:
     """Return how the ranks that work on the same samples share frames; None for a rank that has them for itself."""
     ranks = grid.get_ranks("tp-cp")
@@ -110,10 +117,7 @@ def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, devic
         model.patch_embed.__class__, model.head.__class__ = ParallelPatchEmbed, ParallelOverlapHead
         model.patch_embed.own = slice(begin, begin + shard.count)
         model.head.others = begin, tokens - begin - shard.count
-        axes = "tp-cp" if sp else "cp"
-        borders = borders_of(shard, [shard_tokens(config, grid, rank).index for rank in grid.get_ranks(axes)])
-        model.counts = borders.sent_counts, borders.received_counts
-        model.sent, model.places = borders.sent.to(device), borders.places.to(device)
+        model.borders = find_borders(config, grid, shard, device)
     return model
 
 
@@ -156,9 +160,7 @@ class ParallelViT(ViT):
 
     def next_input(self, forecast: Tensor, forced: Tensor) -> Tensor:
         if self.has_borders:
-            border = halo(forecast.flatten(-2), self.sent, *self.counts, self.shard.group)
-            rows = self.shard.place_in_rows(forecast)
-            forecast = rows.flatten(-2).index_copy(-1, self.places, border).view_as(rows)
+            forecast = self.borders.rows_of(forecast)
         return super().next_input(forecast, forced)
 
     def without_margins(self, image: Tensor) -> Tensor:
@@ -167,8 +169,7 @@ class ParallelViT(ViT):
         shard, P = self.shard, self.patch_size
         rows = mirror_at_poles(image, self.overlap, *self.poles)
         own = shard.own(rows) if shard.count else rows[:, :, :P, :0]
-        border = rows.flatten(-2).index_select(-1, self.places)
-        return own + halo_add(border, self.sent, *self.counts, P * shard.count * P, shard.group).view_as(own)
+        return own + self.borders.send_home(rows)
 
     def total(self, sums: Tensor) -> Tensor:
         """Add up over the ranks of an image: each uses the sum for its tokens, and has a part of its gradient."""

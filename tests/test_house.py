@@ -18,7 +18,7 @@ from utils.data.read_worker import START as READER_START
 # A room imports those of lower floors; the chapters stand one upon the other.
 FLOORS = [
     "networks utils.comm utils.config utils.device utils.ema utils.errors utils.files utils.loss utils.observers "
-    "utils.spans",
+    "utils.spans utils.sphere",
     "utils.compiler utils.metrics utils.plots utils.ranks",
     "utils.checkpoint utils.data",
     "distributed utils.measure utils.prepare_data utils.record utils.sample_data",

@@ -58,6 +58,7 @@ MODES = {
         ("--loss", "weighted", "--loss_channels", "ch1=3", "--loss_latitude", "--num_iters", "2"),
         reference="weighted loss",
     ),
+    "loss of gradients": Mode(("--loss_gradient", "0.5", "--num_iters", "2"), reference="loss of gradients"),
     "beside the state": Mode(
         (
             "--forcings",
@@ -97,13 +98,11 @@ MODES = {
     ),
 }
 # What train.py runs in one process.
+OWN = ("clipping", "4,050 tokens", "DropPath", "weighted loss", "loss of gradients", "beside the state", *ROLLOUTS)
 SERIAL = {
     "float64": Mode(),
     "20 steps": Mode(("--num_iters", "20")),
-    **{
-        name: MODES[name]
-        for name in ("clipping", "4,050 tokens", "DropPath", "weighted loss", "beside the state", *ROLLOUTS)
-    },
+    **{name: MODES[name] for name in OWN},
     **{name: mode for name, mode in MODES.items() if mode.times_serial},
 }
 # What every grid runs.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import train
 from benchmarks.simulate import GRIDS, join_fake, simulate
-from distributed.helpers import TensorParallelGradients
+from distributed.helpers import TensorParallelGradients, share_loss
 from distributed.parallelize import is_sequence_parallel, parallelize, shard_tokens
 from networks.vit import ViT
 from tests.helpers import ROOT, group_of_one, tiny_flags
@@ -138,7 +138,8 @@ def test_ddp_sends_each_gradient_once_a_step_over_dp_cp(tmp_path, cp, monkeypatc
         gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         serial_step = partial(forward_backward, parallel, scaler=scaler, config=config)
-        step = make_step(serial_step, grid, shard, gradients, relative_l2)
+        distance = partial(relative_l2, **share_loss(config, grid, shard, torch.device("cpu")))
+        step = make_step(serial_step, grid, gradients, distance)
         for _ in range(2):
             sent.clear()
             inp, target = torch.randn(2, 4, 3, *shard.shape)

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 import evaluate  # noqa: E402
 import train  # noqa: E402
 import train_mp  # noqa: E402
-from distributed.helpers import GridScaler, TensorParallelGradients  # noqa: E402
+from distributed.helpers import GridScaler, TensorParallelGradients, share_loss  # noqa: E402
 from distributed.parallelize import is_sequence_parallel, parallelize, shard_tokens, share_frames  # noqa: E402
 from tests.helpers import ROOT, tiny_flags, write_data  # noqa: E402
 from utils.comm import Grid  # noqa: E402
@@ -44,7 +44,6 @@ from utils.ema import MovingAverage  # noqa: E402
 from utils.forecast.data import ForecastData  # noqa: E402
 from utils.forecast.settings import Evaluation  # noqa: E402
 from utils.forecast.skill import moments, row_weights, zonal_spectrum  # noqa: E402
-from utils.loss import relative_l2  # noqa: E402
 from utils.record.steps import StepRecords  # noqa: E402
 
 GPU = torch.device("cuda", 0)
@@ -153,7 +152,8 @@ def steps(folder: Path, ranks: int, flags: list[str], chapter: int) -> list[str]
     step = partial(train.forward_backward, model, scaler=scaler, config=config)
     if chapter == 2:
         gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
-        step, total_norm = train_mp.make_step(step, grid, shard, gradients, relative_l2), gradients.norm
+        distance = data.distance(**share_loss(config, grid, shard, GPU))
+        step, total_norm = train_mp.make_step(step, grid, gradients, distance), gradients.norm
     update = partial(train.update_weights, optimizer, scaler, config, total_norm=total_norm)
     average = MovingAverage(model, config.ema_decay) if config.ema_decay else None
     records, batches = StepRecords(ranks), data.train_loader.epoch()

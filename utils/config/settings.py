@@ -163,6 +163,9 @@ class Config:
     loss_channels: list[str] | None = key(None, "weights: auto, or NAME=WEIGHT, 1 for the others", "training")
     loss_levels: str = key("none", "weigh levels by their pressure", "training", choices=("none", "pressure"))
     loss_latitude: bool = key(False, "weight rows by cos(latitude)", "training")
+    loss_gradient: float = key(
+        0.0, "weight in the loss of the distance of horizontal gradients", "training", at_least=0
+    )
     rollout_steps: list[int] = key(
         (1,), "steps of a forecast in training: the loss is their mean", "training", at_least=1
     )

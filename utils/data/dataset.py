@@ -150,10 +150,12 @@ class WeatherData:
         """Return empty sums of the validation metrics."""
         return Scores(*self._scored, self.tokens.sum, self.group)
 
-    @property
-    def distance(self) -> Callable:
-        """The distance of forecasts from targets that training makes small, for this rank's tokens."""
-        return distance(self.config, self.fields, self.tokens, self.device)
+    def distance(self, **shared: Callable) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the distance of forecasts from targets that training makes small, for this rank's tokens.
+
+        Where others hold the rest of an image, `shared` are the functions that bring it in: `total` and `rows`.
+        """
+        return distance(self.config, self.fields, self.tokens, self.device, **shared)
 
     @cached_property
     def _scored(self) -> tuple[Tensor, Tensor | None, Tensor]:

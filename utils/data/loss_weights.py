@@ -1,34 +1,82 @@
-"""Weights of the training loss (`--loss weighted`): of channels, of levels, of latitudes.
+"""The training loss: weights of channels, of levels, of latitudes (`--loss weighted`), gradients (`--loss_gradient`).
 
 The rule `auto` is that of swin_v2_weather and Makani: 1 for the temperature at 2 m, 0.1 for the other fields near the
 ground, a thousandth of the pressure on levels in hPa, 0.01 for the rest.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from utils.config.settings import Config
 from utils.data.fields import Fields
 from utils.data.token_shard import TokenShard
 from utils.data.variables import variable
 from utils.loss import relative_l2
+from utils.sphere import HorizontalGradient
 
 AUTO, PRESSURE = "auto", "pressure"
 NEAR_GROUND = ("u10m", "v10m", "u100m", "v100m", "u10", "v10", "u100", "v100", "sp", "msl", "tcwv")
 
 
-def distance(config: Config, fields: Fields, tokens: TokenShard, device: torch.device) -> Callable:
-    """Return the distance of forecasts from targets that training makes small, for the tokens of this rank."""
-    if config.loss == "relative_l2":
-        return relative_l2
-    root = torch.tensor(loss_weights(config, fields), device=device, dtype=torch.get_default_dtype()).sqrt()
-    if tokens.shards > 1:
-        rows = slice(tokens.rows.start, tokens.rows.stop)
-        root = tokens.cut(root[:, rows].expand(-1, -1, config.img_size[1]))
-    return partial(relative_l2, root=root)
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def distance(
+    config: Config, fields: Fields, tokens: TokenShard, device: torch.device,
+    total: Callable[[Tensor], Tensor] = _as_it_is, rows: Callable[[Tensor], Tensor] = _as_it_is,
+) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
+    """Return the distance of forecasts from targets that training makes small, for the tokens of this rank.
+
+    With `loss_gradient` W it is the relative L2 distance of the fields and W times that of their horizontal gradients,
+    whose squares are weighted by area.
+
+    Args:
+        total: adds up the sums of the ranks that hold parts of an image.
+        rows: gives this rank's part of an image its surroundings: `input_rows` of `tokens.with_overlap(1)`.
+
+    Raises ValueError where gradients are asked for, and the columns do not go round the globe.
+    """
+
+    def root(weights: np.ndarray) -> Tensor:
+        root = torch.tensor(weights, device=device, dtype=torch.get_default_dtype()).sqrt()
+        if tokens.shards == 1:
+            return root
+        return tokens.cut(root[:, tokens.rows.start : tokens.rows.stop].expand(-1, -1, config.img_size[1]))
+
+    weighted = None if config.loss == "relative_l2" else root(loss_weights(config, fields))
+    plain = partial(relative_l2, total=total, root=weighted)
+    if not config.loss_gradient:
+        return plain
+    check_round(fields.longitude)
+    near = tokens.with_overlap(1)
+    gradient = HorizontalGradient(fields.latitude, len(fields.longitude), near.input_rows, device)
+    by_area = loss_weights(replace(config, loss_latitude=True), fields)
+    sloped = partial(relative_l2, total=total, root=root(by_area).repeat(2, 1, 1))  # east, then north
+
+    def with_gradients(forecast: Tensor, target: Tensor) -> Tensor:
+        both = torch.stack([forecast.to(target.dtype), target])  # one exchange of borders for both
+        return plain(forecast, target) + config.loss_gradient * sloped(*near.own(gradient(rows(both))))
+
+    return with_gradients
+
+
+def check_round(longitude: np.ndarray) -> None:
+    """Raise ValueError where the columns do not go once round the globe."""
+    if len(longitude) < 3:
+        raise ValueError(f"loss_gradient needs 3 columns or more, and there are {len(longitude)}: leave it out")
+    spacing = float(longitude[1] - longitude[0])
+    reached = abs(spacing) * len(longitude)
+    if abs(reached - 360) > abs(spacing) / 2:
+        raise ValueError(
+            f"loss_gradient takes differences round the globe, and the {len(longitude)} columns of {abs(spacing):g} "
+            f"degrees span {reached:g} of 360: take all columns (--img_size, --patch_size), or leave it out"
+        )
 
 
 def loss_weights(config: Config, fields: Fields) -> np.ndarray:

@@ -13,7 +13,7 @@ Shapes:  C channels   H W rows, columns of the image   P patch size   R K rows, 
          h rows of an input
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,10 @@ class TokenShard:
         self.first = min(index * self.length, self.total)
         self.count = min(self.length, self.total - self.first)  # tokens of this chunk without padding
         self.shape = (H, W) if shards == 1 else (P, self.count * P)
+
+    def with_overlap(self, overlap: int) -> "TokenShard":
+        """Return the same tokens, whose windows reach as far beyond their patches."""
+        return replace(self, overlap=overlap)
 
     @property
     def rows(self) -> range:

@@ -5,8 +5,9 @@
 Cost. A field that is a network of place (three layers of 256, sine and cosine of longitude and latitude in, two fields
 out) on 64 x 128 points, and the squared error of its gradient against that of a known one: forward, backward, and both
 by finite differences of its values (utils/sphere.py), and by torch.autograd, whose derivatives with respect to place
-need a second backward pass through the first. And a training step of the reference model with and without
---loss_gradient. Nine pairs each; the error of the differences beside autograd's gradient, which is exact.
+need a second backward pass through the first. And a training step with and without --loss_gradient: of the reference
+model, and of `base`. Nine pairs each, three of `base`; the error of the differences beside autograd's gradient, which
+is exact.
 
 Trial. The sections demo and era5_djf with --loss_gradient 0, 0.1 and 1, each judged (evaluate.py): RMSE over
 persistence's, and `kept`, the power of vorticity in forecasts over that of the truth, of all waves and of those beyond
@@ -37,6 +38,7 @@ from utils.sphere import HorizontalGradient
 
 ROWS, COLUMNS, PAIRS = 64, 128, 9
 WEIGHTS = (0.0, 0.1, 1.0)
+STEPS = [("the reference", REFERENCE, PAIRS), ("base", ["--config=base", "--local_batch_size=1"], 3)]
 SHARP = {"demo": "vor_upper", "era5_djf": "vo850"}
 HOURS, SMALL = (6, 24, 120), 16
 
@@ -55,7 +57,7 @@ class PlaceNetwork(nn.Module):
 
 
 def by_autograd(network: nn.Module, place: Tensor, _: HorizontalGradient) -> Tensor:
-    """Return the gradients [4, H, W], exact: those of the first field, then of the second, transposed to east, north."""
+    """Return the gradients [4, H, W], exact: what points east of both fields, then north."""
     place = place.detach().requires_grad_()
     fields = network(place)
     slopes = [torch.autograd.grad(f.sum(), place, create_graph=True)[0] for f in fields.unbind(1)]
@@ -74,11 +76,11 @@ def seconds(step: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def pairs(first: Callable, second: Callable) -> list[float]:
+def pairs(first: Callable, second: Callable, count: int = PAIRS) -> list[float]:
     """Return how much longer the second takes, in turn."""
-    for step in (first, second) * 2:
+    for step in (first, second):
         step()
-    return [seconds(second) / seconds(first) for _ in range(PAIRS)]
+    return [seconds(second) / seconds(first) for _ in range(count)]
 
 
 def costs(figures: Figures) -> None:
@@ -105,10 +107,10 @@ def costs(figures: Figures) -> None:
     for name, way in ways.items():
         print(figures.add(f"step by {name}, over one without derivatives", pairs(plain, way)), flush=True)
     print(figures.add("step by autograd over differences", pairs(*ways.values())), flush=True)
-    benches = [Bench([*REFERENCE, f"--loss_gradient={weight}"]) for weight in (0, 0.5)]
-    for bench in benches:
-        bench.is_timed = True
-    print(figures.add("training step with --loss_gradient, over without", pairs(*(b.run_step for b in benches))))
+    for name, flags, count in STEPS:
+        benches = (Bench([*flags, f"--loss_gradient={weight}"]) for weight in (0, 0.5))
+        ratios = pairs(*(bench.run_step for bench in benches), count)
+        print(figures.add(f"training step of {name} with --loss_gradient, over without", ratios), flush=True)
 
 
 def trial(section: str, weight: float, seed: int) -> dict[str, float]:

@@ -17,10 +17,17 @@ def relative_l2(
     """
     wide = torch.promote_types(forecast.dtype, torch.float32)
     target = target.to(wide)
+    return relative_norm(forecast - target, target, total, root)
+
+
+def relative_norm(
+    error: Tensor, size: Tensor, total: Callable[[Tensor], Tensor] = lambda sums: sums, root: Tensor | None = None
+) -> Tensor:
+    """Return ||error|| / ||size|| for each sample; shapes, `total` and `root` are those of `relative_l2`."""
     if root is not None:
-        forecast, target = forecast * root, target * root
+        error, size = error * root, size * root
     # A norm for each row first: it writes no squares to memory, and short sums keep their digits.
-    rows = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in (forecast - target, target)])  # 2 B C H
+    rows = torch.stack([torch.linalg.vector_norm(x, dim=-1) for x in (error, size)])  # 2 B C H
     error, size = total(rows.square().sum(dim=(-2, -1)))
     # A forecast without any error has the gradient 0, not infinity.
-    return (error.clamp(min=torch.finfo(wide).tiny) / size).sqrt()
+    return (error.clamp(min=torch.finfo(size.dtype).tiny) / size).sqrt()

@@ -22,22 +22,26 @@ class HorizontalGradient:
         columns: W; they go once round the globe, evenly.
         rows: which rows of the image a field holds, h of them; a first or last one that is no row of the image's edge
             lacks its neighbour, and its derivative means nothing.
+        weights: factors of the derivatives in each row, [H].
     """
 
-    def __init__(self, latitude: np.ndarray, columns: int, rows: range, device: torch.device):
+    def __init__(
+        self, latitude: np.ndarray, columns: int, rows: range, device: torch.device, weights: np.ndarray | float = 1.0
+    ):
         p = np.deg2rad(latitude.astype(np.float64))
         spacing = 2 * np.pi / columns
         cos = np.cos(p)
         east = np.divide(1, 2 * spacing * cos, out=np.zeros_like(cos), where=cos > POLE)
         north = np.stack(_weights(p))
-        chosen = np.concatenate([east[None], north])[:, rows.start : rows.stop, None]  # 4 h 1
+        chosen = (np.concatenate([east[None], north]) * weights)[:, rows.start : rows.stop, None]  # 4 h 1
         self.east, *self.north = torch.tensor(chosen, device=device, dtype=torch.get_default_dtype())
 
     def __call__(self, x: Tensor) -> Tensor:
         east = (x.roll(-1, -1) - x.roll(1, -1)) * self.east
-        above, here, below = self.north
-        wider = torch.cat([x[..., :1, :], x, x[..., -1:, :]], dim=-2)
-        north = wider[..., :-2, :] * above + x * here + wider[..., 2:, :] * below
+        before, here, after = self.north
+        north = x * here
+        north[..., 1:, :] += x[..., :-1, :] * before[1:]
+        north[..., :-1, :] += x[..., 1:, :] * after[:-1]
         return torch.cat([east, north], dim=-3)
 
 

@@ -16,7 +16,7 @@ from utils.config.settings import Config
 from utils.data.fields import Fields
 from utils.data.token_shard import TokenShard
 from utils.data.variables import variable
-from utils.loss import relative_l2
+from utils.loss import relative_l2, relative_norm
 from utils.sphere import HorizontalGradient
 
 AUTO, PRESSURE = "auto", "pressure"
@@ -25,6 +25,10 @@ NEAR_GROUND = ("u10m", "v10m", "u100m", "v100m", "u10", "v10", "u100", "v100", "
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+def _root(weights: np.ndarray, device: torch.device) -> Tensor:
+    return torch.tensor(weights, device=device, dtype=torch.get_default_dtype()).sqrt()
 
 
 def distance(
@@ -43,25 +47,26 @@ def distance(
     Raises ValueError where gradients are asked for, and the columns do not go round the globe.
     """
 
-    def root(weights: np.ndarray) -> Tensor:
-        root = torch.tensor(weights, device=device, dtype=torch.get_default_dtype()).sqrt()
-        if tokens.shards == 1:
-            return root
-        return tokens.cut(root[:, tokens.rows.start : tokens.rows.stop].expand(-1, -1, config.img_size[1]))
-
-    weighted = None if config.loss == "relative_l2" else root(loss_weights(config, fields))
+    weighted = None
+    if config.loss == "weighted":
+        weighted = _root(loss_weights(config, fields), device)
+        if tokens.shards > 1:
+            rows_read = weighted[:, tokens.rows.start : tokens.rows.stop]
+            weighted = tokens.cut(rows_read.expand(-1, -1, config.img_size[1]))
     plain = partial(relative_l2, total=total, root=weighted)
     if not config.loss_gradient:
         return plain
     check_round(fields.longitude)
-    near = tokens.with_overlap(1)
-    gradient = HorizontalGradient(fields.latitude, len(fields.longitude), near.input_rows, device)
-    by_area = loss_weights(replace(config, loss_latitude=True), fields)
-    sloped = partial(relative_l2, total=total, root=root(by_area).repeat(2, 1, 1))  # east, then north
+    near, area = tokens.with_overlap(1), np.cos(np.deg2rad(fields.latitude.astype(np.float64))).clip(min=0)
+    gradient = HorizontalGradient(fields.latitude, config.img_size[1], near.input_rows, device, area**0.5)
+    channels = None
+    if config.loss == "weighted":
+        of_channels = loss_weights(replace(config, loss_latitude=False), fields)[:, :1]
+        channels = _root(of_channels, device).repeat(2, 1, 1)  # of what points east, then north
 
     def with_gradients(forecast: Tensor, target: Tensor) -> Tensor:
-        both = torch.stack([forecast.to(target.dtype), target])  # one exchange of borders for both
-        return plain(forecast, target) + config.loss_gradient * sloped(*near.own(gradient(rows(both))))
+        slopes = (near.own(gradient(rows(x))) for x in (forecast - target, target))
+        return plain(forecast, target) + config.loss_gradient * relative_norm(*slopes, total, channels)
 
     return with_gradients
 

@@ -32,25 +32,50 @@ class HorizontalGradient:
         spacing = 2 * np.pi / columns
         cos = np.cos(p)
         east = np.divide(1, 2 * spacing * cos, out=np.zeros_like(cos), where=cos > POLE)
-        north = np.stack(_weights(p))
-        chosen = (np.concatenate([east[None], north]) * weights)[:, rows.start : rows.stop, None]  # 4 h 1
-        self.east, *self.north = torch.tensor(chosen, device=device, dtype=torch.get_default_dtype())
+        before, here, after = _weights(p) * weights
+        # A point's neighbours; and, for the backward pass, the points whose neighbour it is.
+        transposed = np.append(before[1:], 0), here, np.insert(after[:-1], 0, 0)
+        chosen = np.stack([east * weights, before, here, after, *transposed])[:, rows.start : rows.stop, None]
+        self.factors = torch.tensor(chosen, device=device, dtype=torch.get_default_dtype())  # 7 h 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        east = (x.roll(-1, -1) - x.roll(1, -1)) * self.east
-        before, here, after = self.north
-        north = x * here
-        north[..., 1:, :] += x[..., :-1, :] * before[1:]
-        north[..., :-1, :] += x[..., 1:, :] * after[:-1]
-        return torch.cat([east, north], dim=-3)
+        return _Gradient.apply(x, self.factors)
 
 
-def _weights(p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the weights of the row before, the row itself and the row after in df/dp, [H] each."""
+class _Gradient(torch.autograd.Function):
+    """By hand, since each of its steps would be a pass through memory, and one more in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, factors):
+        ctx.save_for_backward(factors)
+        east, *north = factors[:4]
+        return torch.cat([_east(x) * east, _north(x, *north)], dim=-3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (factors,) = ctx.saved_tensors
+        east, north = grad.chunk(2, dim=-3)
+        after, here, before = factors[4:]
+        return _north(north, before, here, after).sub_(_east(east).mul_(factors[0])), None
+
+
+def _east(x: Tensor) -> Tensor:
+    return x.roll(-1, -1).sub_(x.roll(1, -1))
+
+
+def _north(x: Tensor, before: Tensor, here: Tensor, after: Tensor) -> Tensor:
+    out = x * here
+    out[..., 1:, :].addcmul_(x[..., :-1, :], before[1:])
+    out[..., :-1, :].addcmul_(x[..., 1:, :], after[:-1])
+    return out
+
+
+def _weights(p: np.ndarray) -> np.ndarray:
+    """Return the weights of the row before, the row itself and the row after in df/dp, [3, H]."""
     step = np.diff(p)
-    before, here, after = np.zeros((3, len(p)))
+    before, here, after = found = np.zeros((3, len(p)))
     a, b = -step[:-1], step[1:]  # where both neighbours stand, seen from a row
     before[1:-1], after[1:-1], here[1:-1] = -b / (a * (a - b)), -a / (b * (b - a)), -(a + b) / (a * b)
     here[0], after[0] = -1 / step[0], 1 / step[0]
     before[-1], here[-1] = -1 / step[-1], 1 / step[-1]
-    return before, here, after
+    return found

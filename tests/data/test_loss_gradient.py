@@ -53,6 +53,15 @@ def test_the_gradient_of_a_spherical_harmonic_to_its_order(float64, kind):
     assert finer[0] < 4e-3 and max(finer[1:]) < 0.1
 
 
+@pytest.mark.parametrize("rows", [range(0, 6), range(0, 4), range(2, 5), range(3, 6), range(0)])
+def test_its_own_backward_is_the_transpose(float64, rows):
+    """Also of rows amid the image, and of none."""
+    gradient = HorizontalGradient(90 - 180 * np.arange(6) ** 1.1 / 6, 5, rows, CPU, np.arange(1.0, 7))
+    x = torch.randn(2, 3, len(rows), 5, requires_grad=True)
+    assert gradient(x).shape == (2, 6, len(rows), 5)
+    torch.autograd.gradcheck(gradient, x)
+
+
 def asked(*flags: str) -> tuple:
     config = load_config(["--config=base", "--img_size", "16", "32", "--patch_size=4", *flags])[0]
     config = replace(config, in_channels=("u", "t850", "z500"), out_channels=("u", "t850", "z500"))

@@ -31,6 +31,7 @@ from utils.config.settings import Config
 from utils.data.batches import Batch
 from utils.data.dataset import Fields, Job, WeatherData
 from utils.loss import relative_l2
+from utils.optimizers import build_optimizer, set_lr
 from utils.ranks.agree import all_ranks_agree
 from utils.ranks.start import World, start
 from utils.run.run import Run
@@ -94,7 +95,7 @@ def update_weights(
 ) -> Tensor:
     """Take a step of the optimiser, and return the norm of the whole gradient, before clipping."""
     (group,) = optimizer.param_groups
-    group["lr"] = lr
+    set_lr(group, lr)
     scaler.unscale_(optimizer)
     grad_norm = total_norm([p.grad for p in group["params"]])
     if config.clip_grad_norm is not None:
@@ -153,11 +154,6 @@ def build_model(config: Config, fields: Fields, device: torch.device | None = No
         area=torch.tensor(fields.area, dtype=torch.get_default_dtype()),
     )  # fmt: skip
     return load_weights(model, config.init_from)
-
-
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    fused, capturable = config.enable_fused or None, config.graph_optimizer
-    return torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.95), fused=fused, capturable=capturable)
 
 
 def build_scaler(config: Config, device: torch.device, kind: Callable = torch.amp.GradScaler) -> torch.amp.GradScaler:

@@ -17,11 +17,12 @@ import torch
 
 from distributed.helpers import GridScaler, TensorParallelGradients, share_loss, sliced_dims
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens, share_frames
-from train import build_model, build_optimizer, build_scaler, data_parallel, forward_backward, train, update_weights
+from train import build_model, build_scaler, data_parallel, forward_backward, train, update_weights
 from utils.checkpoint.state import TrainingState
 from utils.comm import Grid
 from utils.compiler import compile_modules
 from utils.data.dataset import Job, WeatherData
+from utils.optimizers import build_optimizer
 from utils.ranks.agree import all_ranks_agree
 from utils.ranks.start import World, start
 from utils.run import setup

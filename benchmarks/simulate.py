@@ -32,7 +32,7 @@ from benchmarks.harness.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients, share_loss
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens
 from networks.attention import BACKENDS
-from train import build_model, build_optimizer, forward_backward
+from train import build_model, forward_backward
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
 from utils.config.reader import load_config
@@ -40,6 +40,7 @@ from utils.config.settings import Config
 from utils.data.fields import Fields
 from utils.data.loss_weights import distance
 from utils.measure.tables import markdown
+from utils.optimizers import build_optimizer
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
 TP4, CP4, PLAIN, ULYSSES = (

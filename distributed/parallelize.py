@@ -23,6 +23,7 @@ from utils.comm import Grid, places
 from utils.config.settings import Config
 from utils.data.frame_sharing import FrameSharing
 from utils.data.token_shard import TokenShard
+from utils.optimizers import check_slices
 
 
 def check_parallel(config: Config, grid: Grid) -> None:
@@ -35,6 +36,7 @@ def check_parallel(config: Config, grid: Grid) -> None:
             f"cp_attention ulysses shares out the {heads // tp} head(s) of each rank over context_parallel {cp}: "
             f"take context_parallel {_divisors(heads // tp)}, or --cp_attention gather"
         )
+    check_slices(config, tp)
     if config.sp_regather and not is_sequence_parallel(config, grid):
         raise ValueError(
             f"sp_regather needs sequence parallelism, and tensor_parallel is {tp}: take 2 or more, without "

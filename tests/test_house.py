@@ -19,7 +19,7 @@ from utils.data.read_worker import START as READER_START
 FLOORS = [
     "networks utils.comm utils.config utils.device utils.ema utils.errors utils.files utils.loss utils.observers "
     "utils.spans utils.sphere",
-    "utils.compiler utils.metrics utils.plots utils.ranks",
+    "utils.compiler utils.metrics utils.optimizers utils.plots utils.ranks",
     "utils.checkpoint utils.data",
     "distributed utils.measure utils.prepare_data utils.record utils.sample_data",
     "utils.prepare_data.__main__ utils.run utils.sample_data.__main__",

@@ -19,6 +19,7 @@ from utils.data.fields import Fields
 from utils.data.loss_weights import distance
 from utils.data.token_shard import TokenShard
 from utils.device import synchronize
+from utils.optimizers import kept_of
 from utils.run.setup import prepare
 
 # 2.58 GFLOP a sample on 128 tokens: what a CPU does in some seconds.
@@ -108,7 +109,7 @@ class Bench:
             self.step(*self.batch)
         hook.remove()
         parameters = list(self.model.parameters())
-        moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+        moments = (x for p in parameters for x in kept_of(self.optimizer, p).values())
         found = {"weights": _bytes(parameters), "optimizer": _bytes(moments)}
         peak = sum(found.values()) + _bytes(self.batch) + live.peak
         gradients = _bytes(p.grad for p in parameters)

@@ -79,7 +79,7 @@ def test_a_resumed_run_keeps_what_decides_its_losses():
     kept = "seed embed_dim depth num_heads patch_size dropout drop_path residual img_size dt n_in_channels".split()
     kept += "n_out_channels in_channels out_channels limit_nsamples num_iters global_batch_size lr lr_schedule".split()
     kept += "warmup clip_grad_norm ema_decay patch_overlap conserve_mean rollout_steps rollout_from loss".split()
-    kept += ["loss_channels", "loss_levels", "loss_latitude", "loss_gradient", "constants", "forcings"]
+    kept += "loss_channels loss_levels loss_latitude loss_gradient optimizer weight_decay constants forcings".split()
     config = Config(img_size=[8, 16])
     for name in FIELDS:
         refusal = pytest.raises(ValueError, match=rf"was trained with {name} another, and now")

@@ -2,7 +2,7 @@
 
     model.NAME                     a parameter
     ema.NAME                       its moving average, with --ema_decay
-    optimizer.NAME.exp_avg ...     what Adam keeps for it
+    optimizer.NAME.exp_avg ...     what the optimiser keeps for it
     random.cpu.RANK  random.cuda.RANK      generators of a rank, not moved to another grid
     random.NAME                    a generator that draws the same on all ranks
 
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from utils.checkpoint import store as checkpoint
 from utils.ema import MovingAverage
+from utils.optimizers import init_moments, kept_of
 from utils.ranks.agree import first_message
 
 
@@ -55,11 +56,13 @@ class TrainingState:
             weights, average = self.average.tensors()
         found = {f"model.{name}": x for name, x in weights.items()} | {f"ema.{name}": x for name, x in average.items()}
         for name, p in self.model.named_parameters():
-            for key, value in self.optimizer.state[p].items():
+            for key, value in kept_of(self.optimizer, p).items():
                 found[f"optimizer.{name}.{key}"] = value
+        shapes = {name: p.shape for name, p in self.model.named_parameters()}
         for name, x in found.items():
-            if x.ndim and (parts := self.stacked.get(_parameter(name))):
-                found[name] = x.unflatten(0, (parts, -1))
+            parameter = _parameter(name)
+            if parameter in self.stacked and x.shape == shapes[parameter]:
+                found[name] = x.unflatten(0, (self.stacked[parameter], -1))
         return found
 
     def copy_to_host(self) -> None:
@@ -144,25 +147,3 @@ def host_memory(x: Tensor, pin: bool) -> Tensor:
         if not pin:
             raise
         return torch.empty_like(x, device="cpu")
-
-
-def init_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimiser create what it keeps for each parameter, as zeros, where it has not done so yet.
-
-    It does in its first step: one with gradients and a learning rate of 0 changes nothing else.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
-    if not parameters:
-        return
-    kept = [p.grad for p in parameters], [group["lr"] for group in optimizer.param_groups]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for p, grad in zip(parameters, kept[0]):
-        p.grad = grad
-        for value in optimizer.state[p].values():
-            value.zero_()
-    for group, lr in zip(optimizer.param_groups, kept[1]):
-        group["lr"] = lr

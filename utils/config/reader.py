@@ -215,6 +215,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         ("--num_data_workers", config.num_data_workers, ("read_depth",)),
         ("--profile torch", config.profile != "none", ("profile_steps", "profile_ranks")),
         ("--loss weighted", config.loss == "weighted", ("loss_channels", "loss_levels", "loss_latitude")),
+        ("--optimizer AdamW", config.optimizer == "AdamW", ("weight_decay",)),
         ("--rollout_steps", config.rollout_steps != FIELDS["rollout_steps"].default, ("rollout_from",)),
     ):
         changed = (name for name in names if getattr(config, name) != FIELDS[name].default)

@@ -72,7 +72,7 @@ def interval(name: str, text: str) -> tuple[int | None, float | None]:
 
 
 @dataclass(frozen=True)
-class Config:
+class Keys:
     """Everything that decides a run. Each field is a YAML key and a flag; a boolean `x` has `--x` and `--no_x`."""
 
     # The run
@@ -152,7 +152,10 @@ class Config:
         None, "samples per forward pass on one rank (sets the global one)", "evaluation", at_least=1, same_forecast=True
     )
     accumulation_steps: int = key(1, "forward-backward passes per optimiser step", "loop", at_least=1)
-    optimizer: str = key("Adam", "optimiser", "run", choices=("Adam",))
+    optimizer: str = key(
+        "Adam", "optimiser; the last two keep less", "training", choices=("Adam", "AdamW", "Adafactor", "Adam8bit")
+    )
+    weight_decay: float = key(0.01, "of AdamW, on all weights", "training", at_least=0)
     lr: float = key(5e-4, "peak learning rate", "training", at_least=0)
     lr_schedule: str = key("cosine", "after the warm-up: decay to 0, or none", "training", choices=("cosine", "none"))
     warmup: int = key(0, "iterations of linear warm-up; the last of them uses lr", "training", at_least=0)
@@ -175,7 +178,7 @@ class Config:
     # Speed
     amp_mode: str = key("none", "mixed precision", "evaluation", choices=("none", "fp16", "bf16"))
     tf32: bool = key(True, "TF32 matrix products for float32 on NVIDIA GPUs", "evaluation")
-    enable_fused: bool = key(False, "Adam in one fused kernel", "run")
+    enable_fused: bool = key(False, "Adam or AdamW in one fused kernel", "run")
     enable_jit: bool = key(False, "compile the model with torch.compile", "machine")
     compile_modules: list[str] = key(("Block",), "classes of modules to compile, each one by itself", "machine")
     compile_mode: str = key("default", "mode of torch.compile", "machine", choices=COMPILE_MODES)
@@ -213,6 +216,11 @@ class Config:
     validate_first: bool = key(False, "validate before the first step, too: a point at iteration 0", "run")
     tracker: str = key("none", "where curves go beside TensorBoard", "loop", choices=("none", "mlflow"))
     plot_channels: list[str] | None = key(None, "channels to draw in validation (default: the first)", "evaluation")
+
+
+@dataclass(frozen=True)
+class Config(Keys):
+    """The keys of a run, and what follows from them."""
 
     def with_batches(self, data_parallel_size: int) -> "Config":
         """Return the configuration with both batch sizes set: global = local x ranks x accumulation steps.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from utils.device import cached_gb, memory_gb, peak_memory_gb
 from utils.ema import MovingAverage
+from utils.optimizers import kept_of
 
 
 @dataclass(eq=False)
@@ -43,11 +44,10 @@ class MemoryWatch:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors that live longer than a step, by part."""
-        moments = (value for state in self.optimizer.state.values() for value in state.values())
         parts = {
             "weights": [*self.model.parameters(), *self.model.buffers()],
             "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
-            "optimizer": [value for value in moments if isinstance(value, Tensor)],
+            "optimizer": [x for p in self.optimizer.state for x in kept_of(self.optimizer, p).values()],
         }
         return parts | ({"average": list(self.average.average.values())} if self.average else {})
 

@@ -7,6 +7,7 @@ from utils.compiler import check_compiler
 from utils.config.settings import Config
 from utils.device import allow_tf32, pick_device
 from utils.measure.machine import check_psutil
+from utils.optimizers import check_optimizer
 from utils.record.mlflow_board import check_tracker
 
 
@@ -14,6 +15,7 @@ def prepare(config: Config, local_rank: int) -> torch.device:
     """Return this rank's device, set up. Raises ValueError for what it cannot do."""
     device = pick_device(config.device, local_rank, config.expandable_segments)
     check_compiler(config, device)
+    check_optimizer(config)
     check_tracker(config.tracker)
     if config.report:
         check_psutil()

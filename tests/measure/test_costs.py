@@ -16,10 +16,12 @@ from benchmarks.harness.data import PLAIN
 from tests.helpers import losses, records, run_here, tiny_flags
 from utils.config.reader import load_config
 from utils.data.dataset import WeatherData
+from utils.measure import rates
 from utils.measure.layers import summarise, summary_table
 from utils.measure.machine import SystemWatch
 from utils.measure.memory_timeline import memory_blocks, memory_moments, most_of_parts, parts_at_peak, timeline
 from utils.measure.step_profile import EMPTY, EMPTY_CALLS, StepProfiler, activities, covered, own_times, read_trace
+from utils.measure.tables import speed_means
 from utils.spans import span
 
 SMALL = [*PLAIN, "--img_size", "32", "64", "--embed_dim=96", "--depth=2", "--num_heads=3", "--residual"]
@@ -189,15 +191,19 @@ def test_the_files_of_a_report(tiny):
     plain = run_here([*argv, "--no_report", "--run_num", "plain"])
     assert losses(folder) == losses(plain)
     report = json.loads((folder / "report/report.json").read_text())
-    for name in ("speed", "time", "system", "model", "memory", "operators"):
+    tables = ("speed", "rates", "time", "system", "system_ranks", "system_nodes", "model", "memory", "operators")
+    for name in tables:
         with (folder / f"report/{name}.csv").open() as file:
             rows = list(csv.DictReader(file))
         assert len(rows) == len(report[name]) > 0, name
-    for row, event in zip(report["speed"], records(folder, "epoch"), strict=True):
+    *epochs, _, later = report["speed"]  # and means
+    assert later["epoch"] == "later" and min(r["samples_per_sec"] for r in epochs) < later["samples_per_sec"]
+    for row, event in zip(epochs, records(folder, "epoch"), strict=True):
         assert row["samples_per_sec"] == event["samples_per_sec"] > 0
         assert row["valid_samples_per_sec"] > 0 and row["loader_samples_per_sec"] > 0
     assert [row["epoch"] for row in report["system"]] == [1, 2, 3]
-    assert all(row["cores"] > 0 and row["memory_gb"] > 0.1 for row in report["system"])
+    assert all(row["cores"] > 0 and row["memory_gb"] > 0.1 and 0 < row["disk_used"] < 1 for row in report["system"])
+    assert {path.stem for path in (folder / "report").glob("*.csv")} == {*tables}
     memory = {row["part"]: row["bytes"] for row in report["memory"]}
     rest = {memory.pop(part) for part in ("sum", "process")}
     assert set(memory) >= {"weights", "gradients", "optimizer", "activations"} and min(rest) == sum(
@@ -217,6 +223,59 @@ def test_the_files_of_a_report(tiny):
         assert log.count(words) == 1, words
     (line,) = re.findall(r"under the profiler the step took (\S+) ms; without, (\S+) ms \(median\)", log)
     assert float(line[0]) > 0 and 0 < float(line[1]) < 1000
+
+
+WORDS = {
+    "time": "Time of", "speed": "Speed, samples/s", "memory": "Memory when", "operators": "Operators of one step",
+    "system": "The machine", "model": "Model, for one sample",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", [("speed",), ("time", "model"), ("memory",), ("operators", "system")])
+def test_a_report_of_some_tables(tiny, wanted):
+    """What is not asked for is not measured, either."""
+    folder = run_here(tiny_flags(tiny, f"--report={','.join(wanted)}", "--num_iters", "6"))
+    report, log = json.loads((folder / "report/report.json").read_text()), (folder / "out.log").read_text()
+    assert {name for name, words in WORDS.items() if words in log} == {*wanted}
+    assert {*report} & {*WORDS} == {*wanted} and ("verdict" in report) == ("Verdict" in log) == ("time" in wanted)
+    kinds = {event["event"] for event in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    of_tables = {"speed": "rate", "time": "time", "system": "system"}
+    assert kinds & {*of_tables.values()} == {of_tables[name] for name in wanted if name in of_tables}
+    assert (folder / "report/step_trace.json").exists() == bool({*wanted} & {"time", "memory", "operators"})
+
+
+def test_rates_are_series_within_epochs(tiny, monkeypatch):
+    monkeypatch.setattr(rates, "STEPS", 2)
+    folder = run_here(tiny_flags(tiny, "--report=speed", "--num_iters", "10", "--global_batch_size", "4"))
+    found = records(folder, "rate")  # 5 steps an epoch, and 2 batches of validation
+    training = [(event["epoch"], event["iteration"]) for event in found if "training_rate" in event]
+    assert training == [(1, 2), (1, 4), (1, 5), (2, 7), (2, 9), (2, 10)]
+    validation = [event for event in found if "validation_rate" in event]
+    assert {(event["epoch"], event["iteration"]) for event in validation} == {(1, 5), (2, 10)}
+    assert all(event.get("training_rate", 1) > 0 and event["seconds"] > 0 for event in found)
+    (epoch, _) = records(folder, "epoch")
+    seconds = sum(event["seconds"] for event in found if "training_rate" in event and event["epoch"] == 1)
+    assert seconds <= 20 / epoch["samples_per_sec"] * 1.05
+
+
+def test_mean_speeds_are_samples_over_seconds():
+    """10 samples at 10/s and 30 at 60/s took 1.5 s; an epoch without a speed has none to tell."""
+    others = {"valid_samples_per_sec": 5.0, "loader_samples_per_sec": None, "mfu": 0.5}
+    rows = [{"iteration": 10, "samples_per_sec": 10.0} | others, {"iteration": 40, "samples_per_sec": 60.0} | others]
+    whole, later = speed_means(rows)
+    assert whole["samples_per_sec"] == pytest.approx(40 / 1.5) and later["samples_per_sec"] == 60
+    assert whole["mfu"] == pytest.approx(0.5) and whole["loader_samples_per_sec"] is None
+    assert speed_means([]) == []
+    (only,) = speed_means([rows[0] | {"samples_per_sec": None}])
+    assert only["samples_per_sec"] is None
+
+
+def test_a_trace_with_stacks_says_where_calls_come_from(tiny):
+    argv = tiny_flags(tiny, "--profile=torch", "--profile_steps", "1", "1", "1", "--profile_stacks", "--num_iters=4")
+    (path,) = (run_here(argv) / "profile").glob("rank0.*.pt.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {e["name"] for e in events if e.get("cat") == "python_function"}
+    assert any(name.startswith("networks/vit.py") and name.endswith("norm_mlp") for name in names), sorted(names)[:20]
 
 
 def test_a_trace_of_some_steps(tiny):

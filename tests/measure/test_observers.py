@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from functools import partial
@@ -17,8 +18,7 @@ from tests.helpers import losses, records, run_folder, run_here, run_ranks, tiny
 from tests.measure.slowed import run_slowed
 from utils.errors import Ended
 from utils.measure import costs as run_costs
-from utils.measure import machine, profiles, step_profile
-from utils.measure.costs import RunCosts
+from utils.measure import machine, profiles, step_profile, system_table
 from utils.measure.machine import SystemWatch
 from utils.measure.step_profile import StepProfiler
 from utils.measure.traces import TorchProfile
@@ -212,18 +212,37 @@ def test_readers_that_end_and_begin(monkeypatch):
     assert found["cores"] * found["seconds"] == pytest.approx(3) and found["sent_gb"] == 2
 
 
-def test_what_ranks_tell_together(tiny):
+def test_what_ranks_tell_together():
     """Each figure in its way; what one of the GPUs does not tell is not there."""
     told = [
         {"cores": 2.0, "memory_gb": 1.0, "sent_gb": 5.0, "gpu_use": 0.5, "joules": 30.0},
         {"cores": 1.0, "memory_gb": 3.0, "sent_gb": 5.0, "gpu_use": 0.7},
         {"cores": 1.0, "memory_gb": 2.0, "sent_gb": 4.0, "gpu_use": 0.6, "joules": 30.0},
     ]
-    costs = RunCosts.__new__(RunCosts)
-    costs.places = [("a", {0, 1}), ("a", {0, 1}), ("b", {0})]
-    assert costs.together(told) == {
+    assert system_table.together(told, ["a", "a", "b"]) == {
         "cores": 4.0, "memory_gb": 3.0, "sent_gb": 9.0, "gpu_use": pytest.approx(0.6),
     }  # fmt: skip
+
+
+def test_ranks_and_nodes_have_lines_of_their_own():
+    """Means over the epochs; of many ranks the log has those with least and most to do."""
+    one = [{"cores": float(i), "memory_gb": 1.0, "gpu_use": i / 10, "disk_free_gb": 9.0 - i} for i in range(4)]
+    two = [{name: 2 * x for name, x in rank.items()} for rank in one]
+    rows = system_table.rank_rows([one, two], ["a", "a", "b", "b"])
+    assert [row["cores"] for row in rows] == [0, 1.5, 3, 4.5] and "joules" not in rows[0]
+    nodes = system_table.node_rows(rows)
+    assert [(row["node"], row["cores"], row["memory_gb"], row["disk_free_gb"]) for row in nodes] == [
+        ("a", 1.5, 3.0, 12.0), ("b", 7.5, 3.0, 9.0),
+    ]  # fmt: skip
+    text = "\n".join(system_table.lines([], rows, slice(0, None), on_gpu=False))
+    assert "Each rank and its GPU, means of an epoch:" in text and "Of 2 nodes, each with its ranks together:" in text
+    assert "       3 b                    4.500         1.500         0.450" in text
+    many = system_table.rank_rows([one * 8], [f"node{i // 4}" for i in range(32)])
+    text = "\n".join(system_table.lines([], many, slice(0, None), on_gpu=False))
+    assert "The ranks with least and most gpu_use of 32 (all: system_ranks.csv), means of an epoch:" in text
+    assert len(re.findall(r"^ +\d+ node\d", text, re.M)) == 8
+    alone = "\n".join(system_table.lines([], rows[:1], slice(0, None), on_gpu=False))
+    assert "Each rank" not in alone and "nodes" not in alone
 
 
 @pytest.mark.parametrize("flags", [["--report"], ["--profile", "torch", "--profile_steps", "1", "1", "2"]])

@@ -1,5 +1,6 @@
 """MLflow beside TensorBoard: in a store of its own kind, a file."""
 
+import json
 import math
 
 import pytest
@@ -30,6 +31,13 @@ def test_a_run_is_in_mlflow(tiny, monkeypatch):
         assert "RMSE ch0/valid" in run.data.metrics and "Time/forward s" in run.data.metrics
         files = {file.path for file in store.list_artifacts(run.info.run_id)}
         assert files >= {"out.log", "metrics.jsonl", "config.yaml", "pictures", "report.json", "texts"}
+        assert {file.path for file in store.list_artifacts(run.info.run_id, "report")} >= {
+            f"report/{name}.{kind}" for name in ("speed", "time", "memory", "system_ranks") for kind in ("csv", "json")
+        }
+        speed = mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/report/speed.json")
+        values = [row[speed["columns"].index("samples_per_sec")] for row in speed["data"]]
+        assert values[:-2] == [event["samples_per_sec"] for event in records(folder, "epoch")]  # and two means
+        assert json.loads(run.data.tags["mlflow.loggedArtifacts"])[0] == {"path": "report/memory.json", "type": "table"}
         assert (tiny / "runs/mlruns").is_dir()
         assert [file.path for file in store.list_artifacts(run.info.run_id, "texts")] == ["texts/Report.md"]
         (pictures,) = store.list_artifacts(run.info.run_id, "pictures")

@@ -63,6 +63,11 @@ def cast(field: Field, value: Any) -> Any:
     """
     name, meta = field.name, field.metadata
     kind, is_list, optional = _parts(field)
+    if meta["alone"] is not None:  # a switch that may also name what to switch on: `a, b` or a list
+        value = [value] if not isinstance(value, (list, tuple)) else value
+        words = [word for part in value for word in str(part).replace(",", " ").split()]
+        switch = {"true": meta["alone"], "false": ()}.get(words[0].lower()) if len(words) == 1 else None
+        value = words if switch is None else switch
     if value in (None, "None", ["None"]):
         if optional:
             return None
@@ -93,7 +98,7 @@ def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> 
     Raises ValueError for another flag, with the closest, and for a shortened one that may be several.
     """
     names = [f"--{field.name}" for field, _ in helps] + ["--yaml_config"]
-    names += [f"--no_{field.name}" for field, _ in helps if _parts(field)[0] is bool]
+    names += [f"--no_{field.name}" for field, _ in helps if _has_no(field)]
     argv, remarks = _lengthened(argv, [*names, *(f"--{name}" for name in UNUSED_KEYS), "--help"])
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
     parser.add_argument("--yaml_config", help=f"YAML file of named sections ({YAML_CONFIG})")
@@ -105,13 +110,22 @@ def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> 
             parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=False, help=argparse.SUPPRESS)
         else:
             metavar = "{" + ",".join(choices) + "}" if choices else kind.__name__.upper()
-            parser.add_argument(f"--{name}", nargs="+" if is_list else None, metavar=metavar, help=text)
+            count = "*" if _has_no(field) else "+" if is_list else None
+            parser.add_argument(f"--{name}", nargs=count, metavar=metavar, help=text)
+            if _has_no(field):
+                parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=(), help=argparse.SUPPRESS)
     for name in UNUSED_KEYS:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     given, extra = parser.parse_known_args(argv)
     if extra:
         raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
-    return vars(given), remarks
+    alone = {field.name: field.metadata["alone"] for field, _ in helps if getattr(given, field.name, None) == []}
+    return vars(given) | alone, remarks
+
+
+def _has_no(field: Field) -> bool:
+    """Whether a flag can be switched off: `--no_NAME`."""
+    return _parts(field)[0] is bool or field.metadata["alone"] is not None
 
 
 def _lengthened(argv: list[str], names: list[str]) -> tuple[list[str], list[str]]:
@@ -213,7 +227,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     for flag, is_used, names in (
         ("--enable_jit", config.enable_jit, ("compile_modules", "compile_mode")),
         ("--num_data_workers", config.num_data_workers, ("read_depth",)),
-        ("--profile torch", config.profile != "none", ("profile_steps", "profile_ranks")),
+        ("--profile torch", config.profile != "none", ("profile_steps", "profile_ranks", "profile_stacks")),
         ("--loss weighted", config.loss == "weighted", ("loss_channels", "loss_levels", "loss_latitude")),
         ("--optimizer AdamW", config.optimizer == "AdamW", ("weight_decay",)),
         ("--rollout_steps", config.rollout_steps != FIELDS["rollout_steps"].default, ("rollout_from",)),

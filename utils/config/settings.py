@@ -18,6 +18,8 @@ FORCINGS = {
     "year": ("sin_year", "cos_year"),
     "solar": ("toa_solar",),
 }
+# What `--report` measures, and has a table of.
+REPORTS = ("time", "speed", "memory", "operators", "system", "model")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # What a key affects, and by that what a resumed run and evaluate.py do with it.
@@ -33,7 +35,7 @@ AFFECTS = {
 def key(
     default: Any, help: str, affects: str, choices: tuple | None = None,
     at_least: float | None = None, at_most: float | None = None, rule: Callable[[str, Any], Any] | None = None,
-    chapter: int = 1, same_forecast: bool = False,
+    chapter: int = 1, same_forecast: bool = False, alone: tuple | None = None,
 ):  # fmt: skip
     """A field.
 
@@ -42,10 +44,11 @@ def key(
         rule: `rule(name, value)` raises ValueError for an illegal value.
         chapter: the first that knows it.
         same_forecast: an evaluation with another value goes on where it was ended; else it begins anew.
+        alone: what a flag without values stands for, and `true` in YAML; with it, there is `--no_NAME` and `false`.
     """
     metadata = dict(
         help=help, affects=affects, choices=choices, at_least=at_least, at_most=at_most, rule=rule, chapter=chapter,
-        same_forecast=same_forecast,
+        same_forecast=same_forecast, alone=alone,
     )  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -209,10 +212,14 @@ class Keys:
     graph_optimizer: bool = key(False, "record the optimiser, too", "run", chapter=3)
 
     # What is shown
-    report: bool = key(False, "measure what the run costs, and say what bounds it: tables, and report/", "loop")
+    report: list[str] = key(
+        (), "measure what the run costs, say what bounds it: tables, and report/; alone: all", "loop", REPORTS,
+        alone=REPORTS,
+    )  # fmt: skip
     profile: str = key("none", "profiler of some steps, whose traces go to profile/", "loop", choices=("none", "torch"))
     profile_steps: list[int] = key((10, 2, 3), "steps to wait, to warm up, and to profile", "run", at_least=0)
     profile_ranks: str = key("first", "ranks that write a trace", "run", choices=("first", "all"))
+    profile_stacks: bool = key(False, "traces say which line of code called: larger, slower", "run")
     validate_first: bool = key(False, "validate before the first step, too: a point at iteration 0", "run")
     tracker: str = key("none", "where curves go beside TensorBoard", "loop", choices=("none", "mlflow"))
     plot_channels: list[str] | None = key(None, "channels to draw in validation (default: the first)", "evaluation")

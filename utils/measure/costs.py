@@ -6,7 +6,8 @@ Rank 0 writes it below `report/` in the run's folder, as tables of numbers (CSV)
 import logging
 import platform
 from collections.abc import Iterator
-from statistics import fmean, median
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from utils.data.dataset import Job
 from utils.device import cached_gb, cores_in_reach, has_bf16, peak_memory_gb
 from utils.errors import harmless
 from utils.files import read_events, to_json, write_text
-from utils.measure import tables
+from utils.measure import system_table, tables
 from utils.measure.layers import Layer, summary_table
 from utils.measure.machine import SystemWatch
 from utils.measure.memory_timeline import most_of_parts, parts_at_peak
@@ -36,22 +37,28 @@ class RunCosts:
     """
 
     def __init__(self, job: Job, model: nn.Module, layers: list[Layer], iteration: int, logger: Any | None):
-        self.job, self.layers, self.logger = job, layers, logger
+        self.job, self.layers, self.logger, self.wanted = job, layers, logger, job.config.report
         self.folder = logger and logger.folder / "report"
         if logger:
             with harmless("the folder of the report"):
                 self.folder.mkdir(exist_ok=True)
-        self.time = TimeReport(model, job.device, iteration, logger and logger.costs)
+        self.time = TimeReport(model if self.wants("time") else None, job.device, iteration, logger and logger.costs)
         self.system: SystemWatch | None = None
-        with harmless("looking at the machine"):
-            self.system = SystemWatch(job.device)
+        if self.wants("system"):
+            with harmless("looking at the machine"):
+                self.system = SystemWatch(job.device, logger.folder if logger else Path(job.config.expdir))
         self.places: list[tuple[str, set[int]]] = [("", set())] * job.world.size  # node and cores of each rank
         dist.all_gather_object(self.places, (platform.node(), cores_in_reach()))
         self.systems: list[dict[str, Any]] = []
+        self.of_ranks: list[list[dict[str, float]]] = []  # of each of these records: the figures of all ranks
         self.step: StepProfile | None = None  # of this rank
         self.took = 0.0  # seconds of that step
         self.usual: list[float] = []  # of those that nobody looked at
         self.steps: list[tuple[float | None, float] | None] = [None] * job.world.size
+
+    def wants(self, *tables: str) -> bool:
+        """Whether one of these tables was asked for."""
+        return any(table in self.wanted for table in tables)
 
     def keep(self, step: StepProfile | None, took: float) -> None:
         """Keep what a profiled step did, None where it is not known, and the seconds that it took."""
@@ -62,6 +69,8 @@ class RunCosts:
         """Record what was used since the last record: an epoch, or what was done of it."""
         iterations = iteration - self.time.iteration
         self.time.record(epoch, iteration)
+        if not self.wants("system"):
+            return
         mine, ranks = {}, [{}] * self.job.world.size
         with span("profiling"):
             if self.system:
@@ -69,24 +78,18 @@ class RunCosts:
                     mine = self.system.take()
             dist.all_gather_object(ranks, mine)
         found = {"event": "system", "epoch": epoch, "iteration": iteration, "seconds": self.time.records[-1]["wall"]}
-        found |= self.together(ranks)
+        found |= system_table.together(ranks, self.nodes)
         if "joules" in found and iterations:
             found["joules_per_sample"] = found["joules"] / (iterations * self.job.config.global_batch_size)
         self.systems.append(found)
         if self.logger:
+            self.of_ranks.append(ranks)
             self.logger.costs(found)
 
-    def together(self, ranks: list[dict[str, float]]) -> dict[str, float]:
-        """Return the figures of all ranks; not those that a rank does not know."""
-        nodes = {node: rank for (node, _), rank in zip(self.places, ranks)}.values()  # one rank of each
-        ways = {
-            "added": (sum, ranks),
-            "added over nodes": (sum, nodes),
-            "largest": (max, ranks),
-            "mean": (fmean, ranks),
-        }
-        known = {name: ways[way] for name, (way, _) in tables.SYSTEM.items() if all(name in rank for rank in ranks)}
-        return {name: combine(rank[name] for rank in over) for name, (combine, over) in known.items()}
+    @property
+    def nodes(self) -> list[str]:
+        """The node of each rank."""
+        return [node for node, _ in self.places]
 
     def close(self) -> None:
         stop_timeline()
@@ -107,15 +110,22 @@ class RunCosts:
 
     def lines(self) -> Iterator[str]:
         """Yield all tables of the run, and the verdict. On rank 0."""
-        yield f"Model, for one sample on one device ({self.job.world.size} rank(s) share the work):"
-        yield from summary_table(self.layers)
-        yield from tables.speed(self._speeds())
-        yield from self.time.table()
-        yield from tables.system(self.systems, self.time.warm, self.job.device)
-        if self.step:
+        if self.wants("model"):
+            yield f"Model, for one sample on one device ({self.job.world.size} rank(s) share the work):"
+            yield from summary_table(self.layers)
+        if self.wants("speed"):
+            yield from tables.speed(self._speeds())
+        if self.wants("time"):
+            yield from self.time.table()
+        if self.wants("system"):
+            warm, on_gpu = self.time.warm, self.job.device.type == "cuda"
+            yield from system_table.lines(self.systems[warm], self._ranks(), warm, on_gpu)
+        if self.step and self.wants("memory"):
             yield from tables.memory(self._memory())
+        if self.step and self.wants("operators"):
             yield from tables.operators(self.step, self.took, median(self.usual) if self.usual else None)
-        yield "Verdict: " + self.verdict()
+        if self.wants("time"):
+            yield "Verdict: " + self.verdict()
 
     def verdict(self) -> str:
         """Return what bounds the run, and what to try."""
@@ -132,16 +142,20 @@ class RunCosts:
             is_direct=self.job.data.train_loader.is_direct,
             has_bf16=has_bf16(self.job.device),
             cores=max(len(set.union(*together)) // len(together), 1),
-            nodes=[node for node, _ in self.places],
+            nodes=self.nodes,
             mfu=self.logger.last and self.logger.last.mfu,
         )
         return verdict(measured, config)
 
     def _speeds(self) -> list[dict[str, Any]]:
         """Return the speeds of all epochs of the run, those of earlier processes, too."""
-        names = ("epoch", "iteration", "samples_per_sec", "valid_samples_per_sec", "loader_samples_per_sec", "mfu")
-        events = read_events(self.folder.parent / "metrics.jsonl")
-        return [{name: event.get(name) for name in names} for event in events if event["event"] == "epoch"]
+        names, events = ("epoch", "iteration", *tables.SPEEDS), read_events(self.folder.parent / "metrics.jsonl")
+        rows = [{name: event.get(name) for name in names} for event in events if event["event"] == "epoch"]
+        return rows + tables.speed_means([row for row in rows if row["iteration"]])
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        """Return what each rank took of the machine, means of the warm epochs."""
+        return system_table.rank_rows(self.of_ranks[self.time.warm], self.nodes)
 
     def _memory(self) -> list[dict[str, Any]]:
         """Return the bytes of each part when a step needs most, and its own most; their sum, and what to compare."""
@@ -157,14 +171,20 @@ class RunCosts:
     def write(self) -> None:
         """Write all tables. Raises OSError where the disk does not take them."""
         folder, events = self.folder, read_events(self.folder.parent / "metrics.jsonl")
-        found = {
-            "speed": self._speeds(),
-            "time": [row for event in events if event["event"] == "time" for row in tables.time_rows(event)],
-            "system": [event for event in events if event["event"] == "system"],
-            "model": [vars(layer) for layer in self.layers],
-        }
-        if step := self.step:
+        found, step = {}, self.step
+        if self.wants("speed"):
+            found |= {"speed": self._speeds(), "rates": [event for event in events if event["event"] == "rate"]}
+        if self.wants("time"):
+            found["time"] = [row for event in events if event["event"] == "time" for row in tables.time_rows(event)]
+        if self.wants("system"):
+            found["system"] = [event for event in events if event["event"] == "system"]
+            found["system_ranks"] = self._ranks()
+            found["system_nodes"] = system_table.node_rows(found["system_ranks"])
+        if self.wants("model"):
+            found["model"] = [vars(layer) for layer in self.layers]
+        if step and self.wants("memory"):
             found["memory"] = self._memory()
+        if step and self.wants("operators"):
             found["operators"] = [
                 {"operator": name, "calls": step.calls[name]}
                 | {"seconds": step.seconds.get(name, 0.0), "bytes": step.allocated.get(name, 0)}
@@ -172,4 +192,5 @@ class RunCosts:
             ]
         for name, rows in found.items():
             tables.write_csv(folder / f"{name}.csv", rows)
-        write_text(folder / "report.json", to_json(found | {"verdict": self.verdict()}, indent=1))
+        verdict = {"verdict": self.verdict()} if self.wants("time") else {}
+        write_text(folder / "report.json", to_json(found | verdict, indent=1))

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -38,8 +39,8 @@ class SystemWatch:
     out: drivers and containers may hide some of it.
     """
 
-    def __init__(self, device: torch.device):
-        self.device, self.process = device, psutil.Process()
+    def __init__(self, device: torch.device, folder: Path = Path()):
+        self.device, self.folder, self.process = device, folder, psutil.Process()
         self.looks = {
             "memory_gb": lambda: self.process.memory_info().rss / 2**30,
             "node_memory": lambda: psutil.virtual_memory().percent / 100,
@@ -59,6 +60,7 @@ class SystemWatch:
 
         cores: CPU seconds over seconds. memory_gb: resident, at the most. node_memory: share in use, at the most.
         read_gb, written_gb: of storage; the system's own memory of files is none. sent_gb, received_gb: of the node.
+        disk_used, disk_free_gb: of the run's file system, now (a quota of yours it does not know).
         gpu_use: share of the time in which a kernel ran. gpu_memory_gb: at the most. joules: of the GPU.
         """
         self._look(self.looks)  # not at the GPU: a driver that does not answer holds up its own thread alone
@@ -76,6 +78,9 @@ class SystemWatch:
             used[name] += total - before.get((name, owner), 0.0 if owner else total)
         found = {"seconds": seconds, "cores": used.pop("cpu_seconds") / seconds, **used}
         found |= {name: max(values) for name, values in samples.items() if name.endswith(("memory", "memory_gb"))}
+        with contextlib.suppress(OSError):
+            disk = psutil.disk_usage(str(self.folder))
+            found |= {"disk_used": disk.percent / 100, "disk_free_gb": disk.free / 2**30}
         if "gpu_use" in samples:
             found["gpu_use"] = fmean(samples["gpu_use"])
         if "gpu_watts" in samples:

@@ -45,13 +45,15 @@ class Profiles(Observer):
             with harmless("the profiler"), profile(activities=activities(self.device)):
                 pass
         if config.report:
-            self.costs = RunCosts(run.job, run.state.model, self.layers(), run.iteration, run.logger)
+            layers = self.layers() if "model" in config.report else []
+            self.costs = RunCosts(run.job, run.state.model, layers, run.iteration, run.logger)
             trace = self.logger and self.costs.folder / "step_trace.json"
             self.profiler = StepProfiler(self.device, run.memory.tensors, trace)
         if config.profile == "torch" and (self.logger or config.profile_ranks == "all"):
             with harmless("--profile torch"):
                 steps, rank = tuple(config.profile_steps), run.job.world.rank
-                self.trace = TorchProfile(run.folder / "profile", rank, self.device, steps, run.memory.tensors)
+                place, stacks = run.folder / "profile", config.profile_stacks
+                self.trace = TorchProfile(place, rank, self.device, steps, run.memory.tensors, stacks)
 
     def before_step(self, left: int) -> None:
         """Let the report look closely at the last step of an epoch."""
@@ -97,7 +99,8 @@ class Profiles(Observer):
 
     def _wants_profile(self) -> bool:
         """Whether to profile this step: the same on all ranks. The first one of a process compiles."""
-        if self.costs is None or self.is_profiled or self.steps < self.earliest:
+        is_wanted = self.costs is not None and self.costs.wants("time", "memory", "operators")
+        if not is_wanted or self.is_profiled or self.steps < self.earliest:
             return False
         return self.config.profile != "torch" or self.steps >= sum(self.config.profile_steps)  # one at a time
 

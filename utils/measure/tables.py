@@ -3,28 +3,12 @@
 import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
-
-import torch
 
 from utils.measure.step_profile import StepProfile
 
 TOP = 10  # operators shown
-# What becomes of the ranks' figures, and what they say.
-SYSTEM = {
-    "cores": ("added", "CPU cores in use, all ranks"),
-    "memory_gb": ("largest", "GiB resident, the largest rank"),
-    "node_memory": ("largest", "of a node's memory in use"),
-    "read_gb": ("added", "GiB read from storage"),
-    "written_gb": ("added", "GiB written to storage"),
-    "sent_gb": ("added over nodes", "GiB sent by the nodes"),
-    "received_gb": ("added over nodes", "GiB received by the nodes"),
-    "gpu_use": ("mean", "of the time a kernel ran"),
-    "gpu_memory_gb": ("largest", "GiB in use on the fullest GPU"),
-    "joules": ("added", "J, all GPUs"),
-    "joules_per_sample": ("of all", "J a training sample, validation included"),
-}
+SPEEDS = ("samples_per_sec", "valid_samples_per_sec", "loader_samples_per_sec", "mfu")
 MEMORY = {
     "allocator": "its peak in the same step",
     "cached": "held by the allocator beyond the tensors, now",
@@ -32,26 +16,26 @@ MEMORY = {
 }
 
 
+def speed_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of means over all epochs, and over those after the first: samples over seconds, not mean speeds."""
+    before, found = [0, *(row["iteration"] for row in rows)], []
+    counted = [(row["iteration"] - first, row) for row, first in zip(rows, before)]
+    for name, part in (("all", counted), ("later", counted[1:])):
+        mean: dict[str, Any] = {"epoch": name, "iteration": rows[-1]["iteration"] if rows else 0}
+        for key in SPEEDS:
+            known = [(n, row[key]) for n, row in part if row[key] and n]
+            mean[key] = sum(n for n, _ in known) / sum(n / x for n, x in known) if known else None
+        found += [mean] * bool(part)
+    return found
+
+
 def speed(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield the speeds of each epoch; the third to fifth column of its row."""
+    """Yield the speeds of each epoch, and their means."""
     yield "Speed, samples/s over all ranks:"
     yield f"  {'epoch':>7} {'training':>10} {'validation':>11} {'readers':>10}"
     for row in rows:
-        told = ("" if row[name] is None else f"{row[name]:.1f}" for name in list(row)[2:5])
-        yield "  {:7} {:>10} {:>11} {:>10}".format(row["epoch"], *told)
-
-
-def system(records: list[dict[str, Any]], warm: slice, device: torch.device) -> Iterator[str]:
-    """Yield what a run took of the machine, over its `warm` epochs."""
-    epochs = records[warm]
-    yield f"The machine, over {len(epochs)} epoch(s)" + (" after the first:" if warm.start else ":")
-    yield f"  {'':18} {'mean':>9} {'least':>9} {'most':>9}"
-    for name, (_, meaning) in SYSTEM.items():
-        values = [epoch[name] for epoch in epochs if name in epoch]
-        if values:
-            yield f"  {name:18} {fmean(values):9.3f} {min(values):9.3f} {max(values):9.3f}  {meaning}"
-    if device.type == "cuda" and not any("gpu_use" in epoch for epoch in epochs):
-        yield "  The GPU does not tell its use; where nvidia-ml-py (on AMD amdsmi) is missing, pip install it"
+        told = ("" if row[name] is None else f"{row[name]:.1f}" for name in SPEEDS[:3])
+        yield "  {:>7} {:>10} {:>11} {:>10}".format(row["epoch"], *told)
 
 
 def memory(rows: list[dict[str, Any]]) -> Iterator[str]:

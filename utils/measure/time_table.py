@@ -32,29 +32,33 @@ class TimeReport:
     """Takes the time of each part of each epoch, its validation included. All ranks call the same methods.
 
     Args:
+        model: whose communication is to be seen; None where nobody asks for times: only iterations are counted.
         iteration: iterations done so far.
         write: on rank 0, called with each record: the means over ranks, in seconds, and for each part the rank where
             it took longest.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, iteration: int, write: Callable[[dict[str, Any]], None] | None
-    ):
-        self.clock, self.write, self.iteration = start_timeline(device, model), write, iteration
+        self, model: nn.Module | None, device: torch.device, iteration: int,
+        write: Callable[[dict[str, Any]], None] | None,
+    ):  # fmt: skip
+        self.clock = None if model is None else start_timeline(device, model)
+        self.write, self.iteration = write, iteration
         self.records: list[dict[str, Any]] = []
         self.ranks: list[dict[str, list[float]]] = []  # of each record: the seconds of each part on every rank
         self.begin = time.perf_counter()
-        self.clock.enter("setup")
         self.is_set_up = False
+        if self.clock:
+            self.clock.enter("setup")
 
     def step_is_done(self) -> None:
-        if not self.is_set_up:
+        if self.clock and not self.is_set_up:
             self.clock.leave()
-            self.is_set_up = True
+        self.is_set_up = True
 
     def record(self, epoch: int, iteration: int) -> None:
         """Record the time since the last record: an epoch, or what was done of it. On a GPU it waits for the device."""
-        mine = self.clock.take()
+        mine = self.clock.take() if self.clock else {}
         now = time.perf_counter()
         mine["wall"], self.begin = now - self.begin, now
         ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
@@ -69,7 +73,7 @@ class TimeReport:
         self.iteration = iteration
         self.records.append(record)
         self.ranks.append(times)
-        if self.write:
+        if self.write and self.clock:
             self.write(record)
 
     @property

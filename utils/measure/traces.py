@@ -30,6 +30,7 @@ class TorchProfile:
     device: torch.device
     steps: tuple[int, int, int]  # to wait, to warm the profiler up, and to record
     known: Callable[[], dict[str, Iterable[Tensor]]]  # gives the tensors that live longer than a step, by part
+    stacks: bool = False  # whether events say which line of code called them
     done: int = 0
 
     def __post_init__(self):
@@ -43,6 +44,7 @@ class TorchProfile:
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=True,
+            with_stack=self.stacks,
             acc_events=True,
         )
         self._look()
@@ -77,7 +79,8 @@ class TorchProfile:
             self.before = storages(self.known(), self.device)
             if self.device.type == "cuda":
                 # Documented, underscore and all; tests/gpu/test_gpu_report.py reads the snapshot.
-                torch.cuda.memory._record_memory_history(max_entries=10**6, stacks="python")
+                stacks = "all" if self.stacks else "python"  # those of C++, too
+                torch.cuda.memory._record_memory_history(max_entries=10**6, stacks=stacks)
 
     def _write(self, profiler: profile) -> None:
         name = f"rank{self.rank}"

@@ -28,11 +28,13 @@ TAGS = {
         "loader_samples_per_sec": "Speed/readers",
         "mfu": "MFU",
     },
+    "rate": {"training_rate": "Rate/training [samples/s]", "validation_rate": "Rate/validation [samples/s]"},
     "time": {"seconds": "Time/{} [s]"},
     "system": {
         key: f"System/{key}"
         for key in (
-            *("cores", "memory_gb", "node_memory", "read_gb", "written_gb", "sent_gb", "received_gb"),
+            *("cores", "memory_gb", "node_memory", "read_gb", "written_gb", "disk_used", "disk_free_gb"),
+            *("sent_gb", "received_gb"),
             *("gpu_use", "gpu_memory_gb", "joules", "joules_per_sample"),
         )
     },

@@ -4,8 +4,10 @@ MLflow is an extra: `pip install -r requirements-mlflow.txt`. Its store is what 
 file mlflow.db in the folder of all runs, with pictures and files in mlruns/ beside it.
 """
 
+import csv
 import dataclasses
 import importlib.util
+import json
 import logging
 import os
 import time
@@ -17,6 +19,7 @@ import numpy as np
 
 from utils.config.settings import Config
 from utils.errors import first_line
+from utils.files import to_json
 
 PLAIN = str.maketrans({"(": " ", ")": None, ",": None, "[": None, "]": None})  # MLflow forbids these in names
 AT_ONCE = 1000  # points that MLflow takes
@@ -121,4 +124,26 @@ class MlflowBoard:
         for name in ("out.log", "metrics.jsonl", "config.yaml", "report/report.json"):
             if (path := self.folder / name).exists():
                 self.client.log_artifact(self.run, str(path))
+        self._send_tables(sorted(self.folder.glob("report/*.csv")))
         self.client.set_terminated(self.run, status)
+
+    def _send_tables(self, paths: list[Path]) -> None:
+        """Send tables as they are, and in the form that MLflow shows side by side for several runs."""
+        tables = []
+        for path in paths:
+            with path.open(newline="") as file:
+                columns, *rows = csv.reader(file)
+            data = [[_number(cell) for cell in row] for row in rows]
+            tables.append(f"report/{path.stem}.json")
+            self.client.log_artifact(self.run, str(path), "report")
+            self.client.log_text(self.run, to_json({"columns": columns, "data": data}), tables[-1])
+        if tables:  # as MlflowClient.log_table says it, which needs pandas
+            told = [{"path": name, "type": "table"} for name in tables]
+            self.client.set_tag(self.run, "mlflow.loggedArtifacts", json.dumps(told))
+
+
+def _number(cell: str) -> float | str | None:
+    try:
+        return float(cell) if cell else None
+    except ValueError:
+        return cell

@@ -24,6 +24,7 @@ from utils.measure.clock import EpochClock, profiler_window
 from utils.measure.layers import summarise
 from utils.measure.memory import MemoryWatch
 from utils.measure.profiles import Profiles
+from utils.measure.rates import Rates
 from utils.measure.verdict import out_of_memory
 from utils.observers import EpochRecord, Observer
 from utils.ranks.agree import all_ranks_agree
@@ -118,8 +119,8 @@ class Run:
         self.memory = MemoryWatch(state.model, state.optimizer, self.job.device, state.average)
         saving = Saving(resumed, best) if config.checkpoint_every is not None else None
         profiles = Profiles(lambda: summarise(self.build_model, config, self.job.data.fields))
-        progress = Progress() if self.logger else None
-        for observer in filter(None, (self.logger, progress, self.guard, saving, profiles, *self.more_observers)):
+        shown = [Progress(), *([Rates()] if "speed" in config.report else [])] if self.logger else []
+        for observer in filter(None, (self.logger, *shown, self.guard, saving, profiles, *self.more_observers)):
             observer.begin(self)
             self.observers.append(observer)
         self.log("Starting Training Loop...")

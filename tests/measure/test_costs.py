@@ -20,6 +20,7 @@ from utils.measure import rates
 from utils.measure.layers import summarise, summary_table
 from utils.measure.machine import SystemWatch
 from utils.measure.memory_timeline import memory_blocks, memory_moments, most_of_parts, parts_at_peak, timeline
+from utils.measure.module_times import name_modules
 from utils.measure.step_profile import EMPTY, EMPTY_CALLS, StepProfiler, activities, covered, own_times, read_trace
 from utils.measure.tables import speed_means
 from utils.spans import span
@@ -191,7 +192,19 @@ def test_the_files_of_a_report(tiny):
     plain = run_here([*argv, "--no_report", "--run_num", "plain"])
     assert losses(folder) == losses(plain)
     report = json.loads((folder / "report/report.json").read_text())
-    tables = ("speed", "rates", "time", "system", "system_ranks", "system_nodes", "model", "memory", "operators")
+    tables = (
+        "speed",
+        "rates",
+        "time",
+        "modules",
+        "observers",
+        "system",
+        "system_ranks",
+        "system_nodes",
+        "model",
+        "memory",
+        "operators",
+    )
     for name in tables:
         with (folder / f"report/{name}.csv").open() as file:
             rows = list(csv.DictReader(file))
@@ -237,11 +250,43 @@ def test_a_report_of_some_tables(tiny, wanted):
     folder = run_here(tiny_flags(tiny, f"--report={','.join(wanted)}", "--num_iters", "6"))
     report, log = json.loads((folder / "report/report.json").read_text()), (folder / "out.log").read_text()
     assert {name for name, words in WORDS.items() if words in log} == {*wanted}
-    assert {*report} & {*WORDS} == {*wanted} and ("verdict" in report) == ("Verdict" in log) == ("time" in wanted)
+    assert (
+        {*report} & {*WORDS} == {*wanted}
+        and ("modules" in report) == ("time" in wanted)
+        and ("verdict" in report) == ("Verdict" in log) == ("time" in wanted)
+    )
     kinds = {event["event"] for event in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
     of_tables = {"speed": "rate", "time": "time", "system": "system"}
     assert kinds & {*of_tables.values()} == {of_tables[name] for name in wanted if name in of_tables}
     assert (folder / "report/step_trace.json").exists() == bool({*wanted} & {"time", "memory", "operators"})
+
+
+@pytest.mark.parametrize("flags", [(), ("--activation_checkpoint=block",)])
+def test_modules_and_observers_take_time(tiny, flags):
+    """Forward and backward; of a module those inside it, too. Recomputation is a forward pass once more."""
+    folder = run_here(tiny_flags(tiny, "--report=time", "--num_iters", "6", *flags))
+    report, log = json.loads((folder / "report/report.json").read_text()), (folder / "out.log").read_text()
+    rows = {row["module"]: row for row in report["modules"]}
+    assert next(iter(rows)) == "model" and rows["model"]["calls"] == 1
+    assert rows["model.blocks.*.attn.qkv"]["calls"] == (4 if flags else 2)
+    block, attn, mlp = (rows[f"model.blocks.*{name}"] for name in ("", ".attn", ".mlp"))
+    for part in ("forward", "backward"):
+        assert rows["model"][part] > block[part] > attn[part] + mlp[part] > max(attn[part], mlp[part]) > 0
+    assert "Modules of one step, each with those inside it, ms:" in log
+    names = {row["observer"]: row for row in report["observers"]}
+    assert names["RunLogger.after_epoch"]["calls"] == 3 and names["Profiles.after_step"]["calls"] == 6
+    assert names["RunLogger.after_epoch"]["seconds"] > 0 and "x  RunLogger.after_epoch" in log
+
+
+def test_compiled_modules_are_not_looked_into():
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 2))
+    model[0].forward = torch.nn.Sequential.forward.__get__(model[0])  # as a compiled one, its own
+    handles = name_modules(model)
+    hooked = [name for name, module in model.named_modules() if module._forward_pre_hooks]
+    assert hooked == ["", "0", "1"]
+    for handle in handles:
+        handle.remove()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 def test_rates_are_series_within_epochs(tiny, monkeypatch):

@@ -21,6 +21,7 @@ from utils.measure import system_table, tables
 from utils.measure.layers import Layer, summary_table
 from utils.measure.machine import SystemWatch
 from utils.measure.memory_timeline import most_of_parts, parts_at_peak
+from utils.measure.module_times import ObserverTimes
 from utils.measure.step_profile import StepProfile
 from utils.measure.time_table import TimeReport
 from utils.measure.verdict import Measured, verdict
@@ -52,6 +53,7 @@ class RunCosts:
         self.systems: list[dict[str, Any]] = []
         self.of_ranks: list[list[dict[str, float]]] = []  # of each of these records: the figures of all ranks
         self.step: StepProfile | None = None  # of this rank
+        self.observers = ObserverTimes(())
         self.took = 0.0  # seconds of that step
         self.usual: list[float] = []  # of those that nobody looked at
         self.steps: list[tuple[float | None, float] | None] = [None] * job.world.size
@@ -117,6 +119,9 @@ class RunCosts:
             yield from tables.speed(self._speeds())
         if self.wants("time"):
             yield from self.time.table()
+            yield from tables.observers(self.observers.rows())
+        if self.step and self.step.modules and self.wants("time"):
+            yield from tables.modules(self.step.modules)
         if self.wants("system"):
             warm, on_gpu = self.time.warm, self.job.device.type == "cuda"
             yield from system_table.lines(self.systems[warm], self._ranks(), warm, on_gpu)
@@ -176,6 +181,8 @@ class RunCosts:
             found |= {"speed": self._speeds(), "rates": [event for event in events if event["event"] == "rate"]}
         if self.wants("time"):
             found["time"] = [row for event in events if event["event"] == "time" for row in tables.time_rows(event)]
+            found["observers"] = self.observers.rows()
+            found |= {"modules": step.modules} if step and step.modules else {}
         if self.wants("system"):
             found["system"] = [event for event in events if event["event"] == "system"]
             found["system_ranks"] = self._ranks()

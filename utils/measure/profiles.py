@@ -12,6 +12,7 @@ from utils.device import synchronize
 from utils.errors import Ended, Refused, harmless
 from utils.measure.costs import RunCosts
 from utils.measure.layers import Layer
+from utils.measure.module_times import ObserverTimes
 from utils.measure.step_profile import StepProfiler, activities
 from utils.measure.traces import TorchProfile
 from utils.observers import EpochRecord, Observer
@@ -48,7 +49,7 @@ class Profiles(Observer):
             layers = self.layers() if "model" in config.report else []
             self.costs = RunCosts(run.job, run.state.model, layers, run.iteration, run.logger)
             trace = self.logger and self.costs.folder / "step_trace.json"
-            self.profiler = StepProfiler(self.device, run.memory.tensors, trace)
+            self.profiler = StepProfiler(self.device, run.memory.tensors, trace, run.state.model)
         if config.profile == "torch" and (self.logger or config.profile_ranks == "all"):
             with harmless("--profile torch"):
                 steps, rank = tuple(config.profile_steps), run.job.world.rank
@@ -57,6 +58,8 @@ class Profiles(Observer):
 
     def before_step(self, left: int) -> None:
         """Let the report look closely at the last step of an epoch."""
+        if self.steps == 0 and self.costs and self.costs.wants("time"):
+            self.costs.observers = ObserverTimes(self.run.observers)
         self.is_profiling = left == 1 and self._wants_profile()
         if self.is_profiling:
             synchronize(self.device)  # what a GPU has still to do is training

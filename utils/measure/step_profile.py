@@ -6,17 +6,19 @@ import os
 import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
 
 from utils.device import synchronize
 from utils.measure.memory_timeline import Block, Event, Storages, memory_blocks, memory_moments, storages
+from utils.measure.module_times import module_rows, name_modules
 
 EMPTY, EMPTY_CALLS = "operators with nothing to do", 50
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "hipGraphLaunch")
@@ -37,6 +39,7 @@ class StepProfile:
         is_recorded: whether CUDA graphs were replayed.
         peak: on a GPU the most bytes that its allocator gave out.
         blocks: all that was in memory.
+        modules: of each module its name, calls, and seconds in the forward and in the backward pass.
     """
 
     calls: Counter
@@ -47,6 +50,7 @@ class StepProfile:
     is_recorded: bool
     peak: int
     blocks: list[Block]
+    modules: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -56,7 +60,9 @@ class StepProfiler:
     device: torch.device
     known: Callable[[], dict[str, Iterable[Tensor]]]  # gives the tensors that live longer than a step, by part
     path: Path | None
+    model: nn.Module | None = None  # whose modules are named in the trace
     profiler: profile | None = None
+    handles: Sequence[RemovableHandle] = ()
 
     @property
     def is_on(self) -> bool:
@@ -68,7 +74,7 @@ class StepProfiler:
         self.before = storages(self.known(), self.device)
         profiler = profile(activities=activities(self.device), profile_memory=True, acc_events=True)
         profiler.start()
-        self.profiler = profiler
+        self.profiler, self.handles = profiler, name_modules(self.model) if self.model else ()
         one = torch.ones(1, 1, device=self.device)
         with record_function(EMPTY):
             for _ in range(EMPTY_CALLS):
@@ -77,8 +83,8 @@ class StepProfiler:
     def stop(self) -> StepProfile:
         """Return what happened since the start. Raises OSError where there is no room for the trace."""
         synchronize(self.device)
-        profiler, self.profiler = self.profiler, None
-        profiler.stop()
+        profiler = self.profiler
+        self.close()
         with tempfile.TemporaryDirectory() as folder:
             path = self.path or Path(folder, "trace.json")
             profiler.export_chrome_trace(str(path))
@@ -86,8 +92,11 @@ class StepProfiler:
         return read_trace(events, self.device.type, self.before)
 
     def close(self) -> None:
-        """Drop a profile in progress."""
+        """End a profile in progress."""
         profiler, self.profiler = self.profiler, None
+        for handle in self.handles:
+            handle.remove()
+        self.handles = ()
         if profiler:
             profiler.stop()
 
@@ -112,6 +121,7 @@ def read_trace(events: list[Event], device_type: str, before: Storages) -> StepP
     own = [(e, time) for e, time in own if e["ts"] >= begin]
     moments = [e for e in memory_moments(events, device_type) if e["ts"] >= begin]
     seconds: dict[str, float] = defaultdict(float)
+    costs = [(e, max(time - empty_call, 0) / 1e6) for e, time in own]
     if device_type == "cpu":
         for e, time in own:
             seconds[e["name"]] += time / 1e6
@@ -122,10 +132,13 @@ def read_trace(events: list[Event], device_type: str, before: Storages) -> StepP
     else:
         launched_by = {e["args"]["External id"]: e["name"] for e, _ in own if "External id" in e.get("args", {})}
         kernels = [e for e in spans if e.get("cat") in ON_GPU and e["ts"] >= begin]
+        of_call: dict[Any, float] = defaultdict(float)
         for e in kernels:
+            of_call[e["args"].get("External id")] += e["dur"] / 1e6
             seconds[launched_by.get(e["args"].get("External id"), e["name"])] += e["dur"] / 1e6
         busy, working = covered(kernels) / 1e6, covered([e for e in kernels if not sends(e)]) / 1e6
         working, waiting = (working, busy - working) if kernels else (None, 0.0)
+        costs = [(e, of_call.get(e.get("args", {}).get("External id"), 0.0)) for e, _ in own]
     return StepProfile(
         calls=Counter(e["name"] for e, _ in own),
         seconds=seconds,
@@ -135,6 +148,7 @@ def read_trace(events: list[Event], device_type: str, before: Storages) -> StepP
         peak=max((e["args"]["Total Allocated"] for e in moments), default=0),
         is_recorded=any(e["name"] in GRAPH_LAUNCHES for e in spans),
         blocks=memory_blocks(moments, annotations, before),
+        modules=module_rows(costs, annotations),
     )
 
 

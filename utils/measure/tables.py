@@ -58,6 +58,21 @@ def operators(step: StepProfile, took: float, usual: float | None) -> Iterator[s
             yield f"  {value:10.3f} {unit:3} {step.calls[name]:6} x  {name[:80]}"
 
 
+def modules(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the modules of the model took in one step."""
+    yield "Modules of one step, each with those inside it, ms:"
+    yield f"  {'forward':>10} {'backward':>10} {'calls':>6}"
+    for row in rows[: 2 * TOP]:
+        yield f"  {1e3 * row['forward']:10.3f} {1e3 * row['backward']:10.3f} {row['calls']:6}  {row['module']}"
+
+
+def observers(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what the observers of a run took, on rank 0."""
+    yield "Observers of the run on rank 0: what they were told, and how long they took"
+    for row in rows[:TOP]:
+        yield f"  {row['seconds']:10.3f} s {row['calls']:6} x  {row['observer']}"
+
+
 def time_rows(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a row for each part of a `time` record."""
     head = {key: event[key] for key in ("epoch", "iteration", "iterations", "wall")}

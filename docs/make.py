@@ -17,7 +17,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import certificate, combinations, ensembles, ladder_report, loader, simulate, skill, step  # noqa: E402
+from benchmarks import (  # noqa: E402
+    certificate,
+    combinations,
+    derivatives,
+    ensembles,
+    ladder_report,
+    loader,
+    memory,
+    optimizers,
+    simulate,
+    skill,
+    step,
+)
 from docs.figures import roofline  # noqa: E402
 from utils.measure import advice  # noqa: E402
 from utils.measure.tables import markdown  # noqa: E402
@@ -118,6 +130,10 @@ TABLES = {
     "combinations.table": lambda: combinations.table(measured("combinations")[0]),
     "loader.table": lambda: loader.table(*measured("loader")),
     "roofline.table": roofline.table,
+    "derivatives": lambda: derivatives.table(record("derivatives")["cases"]),
+    "memory.anatomy": lambda: memory.anatomy_table(record("memory")["cases"]),
+    "memory.table": lambda: memory.table(record("memory")["cases"]),
+    "optimizers.table": lambda: optimizers.table(*measured("optimizers")),
     "skill.demo": lambda: skill.table(record("skill_demo")["cases"], "demo"),
     "ensembles": lambda: ensembles.table(record("ensembles")["cases"]),
     "skill.era5_djf": lambda: skill.table(record("skill_era5_djf")["cases"], "era5_djf"),

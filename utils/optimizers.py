@@ -1,5 +1,6 @@
 """The optimisers: Adam and AdamW, fused or not, and two that keep less: Adafactor, and Adam with moments of 8 bits."""
 
+import logging
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def check_optimizer(config: Config) -> None:
         raise ValueError(f"{asked} is for optimizer {' and '.join(FUSED)}, not {name}: add --no_{asked}")
     if name == "Adam8bit":
         try:
-            import torchao.optim  # noqa: F401
+            _adam_8bit()
         except ImportError:
             raise ValueError(
                 "optimizer Adam8bit needs torchao, which is not installed: `pip install -r requirements-torchao.txt`, "
@@ -49,13 +50,22 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     if config.optimizer == "Adafactor":
         return torch.optim.Adafactor(model.parameters(), config.lr)
     if config.optimizer == "Adam8bit":
-        from torchao.optim import Adam8bit
-
-        return Adam8bit(model.parameters(), torch.tensor(config.lr), BETAS)
+        return _adam_8bit()(model.parameters(), torch.tensor(config.lr), BETAS)
     speed = {"fused": config.enable_fused or None, "capturable": config.graph_optimizer}
     if config.optimizer == "AdamW":
         return torch.optim.AdamW(model.parameters(), config.lr, BETAS, weight_decay=config.weight_decay, **speed)
     return torch.optim.Adam(model.parameters(), config.lr, BETAS, **speed)
+
+
+def _adam_8bit() -> type[torch.optim.Optimizer]:
+    """Return torchao's Adam. Raises ImportError where it is not installed."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # it tells of kernels for GPUs that are not here
+    try:
+        from torchao.optim import Adam8bit
+    finally:
+        logging.disable(disabled)
+    return Adam8bit
 
 
 def set_lr(group: dict[str, Any], lr: float | Tensor) -> None:

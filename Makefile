@@ -79,6 +79,7 @@ docs: $(READY)
 # runs, and TensorBoard, which needs Chromium.
 figures: demo
 	$(PYTHON) docs/figures/draw.py
+	$(PYTHON) docs/figures/vit.py
 	$(PYTHON) docs/figures/rooms.py
 	$(PYTHON) docs/figures/roofline.py
 	$(PYTHON) docs/figures/loading.py

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from docs import make
+from docs.figures import vit
 from tests.helpers import ROOT
 from tests.readme_commands import PAGES as CHAPTERS
 from utils.config.reader import load_config
@@ -144,3 +145,15 @@ def test_every_section_that_is_named_exists():
     assert {"demo", "short", "bs256_opt"} <= named
     for name in named:
         assert load_config(["--config", name])[0].config == name
+
+
+def test_the_model_is_drawn():
+    """Of sections with and without windows and residual, with their own shapes; another section is one line."""
+    drawn = {}
+    for section in ("base", "demo"):
+        axes = vit.figure_of([f"--config={section}"]).axes[0]
+        drawn[section] = [text.get_text() for text in axes.texts]
+    assert {"4,050 tokens of 384", "8 x 8: 1280 -> 384", "8 heads of 48"} <= set(drawn["base"])
+    assert any("windows" in text for text in drawn["demo"]) != any("windows" in text for text in drawn["base"])
+    with pytest.raises(ValueError, match="unknown section"):
+        vit.figure_of(["--config=nothing"])

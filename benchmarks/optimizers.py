@@ -43,7 +43,7 @@ class Updates:
     """Steps of an optimiser on the weights of `base`, with gradients that stay."""
 
     def __init__(self, flags: tuple[str, ...]):
-        config = load_config(["--config=base", *flags])[0]
+        config = load_config(["--config=base", "--no_enable_fused", *flags])[0]
         self.model = train.build_model(config, Fields.blank(config))
         for p in self.model.parameters():
             p.grad = torch.randn_like(p) * 1e-3
@@ -67,7 +67,7 @@ class Updates:
 def final_loss(flags: tuple[str, ...], seed: int) -> float:
     """Train, and return the loss of the last validation."""
     with tempfile.TemporaryDirectory() as folder:
-        run(["train.py", *TRAINING, *flags, f"--expdir={folder}", f"--seed={seed}"])
+        run(["train.py", *TRAINING, "--no_enable_fused", *flags, f"--expdir={folder}", f"--seed={seed}"])
         (record,) = Path(folder).glob("*/1GPU/00/metrics.jsonl")
         return [event["valid_loss"] for event in read_events(record) if event["event"] == "epoch"][-1]
 

@@ -124,7 +124,7 @@ def step_of(config: Config, grid: Grid) -> dict:
     shard = shard_tokens(config, grid)
     fields = Fields.blank(config)
     # Fused kernels keep the same: the result, a number for each row, and no table of what was dropped.
-    is_fused = config.attention in BACKENDS
+    is_fused = config.attention in (*BACKENDS, "flash_attn")
     kernel = "flash" if is_fused else config.attention  # a CPU has no other
     serial = build_model(replace(config, attention=kernel, init_from=None), fields)
     if is_fused:

@@ -106,9 +106,9 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
             f"iterations and in every 100th, which cannot be recorded; take {DDP_WARMUP} or more, and not a multiple "
             f"of 100 or one less"
         )
-    if config.enable_jit and config.compile_mode in GRAPH_MODES:
+    if config.enable_jit and (modes := config.compile_modes & {*GRAPH_MODES}):
         raise ValueError(
-            f"compile_mode {config.compile_mode} records CUDA graphs of its own, which cannot lie inside another one: "
+            f"compile_mode {min(modes)} records CUDA graphs of its own, which cannot lie inside another one: "
             f"take default or max-autotune-no-cudagraphs, or run train_mp.py"
         )
     if config.dropout and (config.activation_checkpoint != "none" or config.mlp_chunks > 1):

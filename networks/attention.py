@@ -4,6 +4,7 @@ Shapes:  B batch   h heads   N queries   M keys and values   d head size
 """
 
 import contextlib
+import importlib.util
 import warnings
 
 import torch
@@ -25,12 +26,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, kernel: str, dropout: float) -> T
     """Return softmax(q k^T / sqrt(d)) v, [B, h, N, d], from q [B, h, N, d], k and v [B, h, M, d].
 
     `math` is the formula as it stands, and writes the table of weights to memory. The others call PyTorch's
-    `scaled_dot_product_attention` (SDPA): restricted to one backend, or with `auto` free in its choice.
+    `scaled_dot_product_attention` (SDPA): restricted to one backend, or with `auto` free in its choice; `flash_attn`
+    calls the package of that name (Dao 2023, FlashAttention-2), which takes half precision on GPUs.
     `dropout` is the probability that a weight is dropped.
     """
     if kernel == "math":
         weights = ((q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)).softmax(-1)  # B h N M
         return F.dropout(weights, dropout) @ v
+    if kernel == "flash_attn":
+        from flash_attn import flash_attn_func
+
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # B N h d
+        return flash_attn_func(q, k, v, dropout_p=dropout).transpose(1, 2)
     with contextlib.nullcontext() if kernel == "auto" else sdpa_kernel(BACKENDS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
 
@@ -43,11 +50,16 @@ def pick_attention(
     On a CPU, SDPA is slow in 16 bits on few tokens: its backward pass takes five times as long as the formula's at 128.
     On Hopper GPUs cuDNN's kernel is reported to be ahead of flash (PyTorch's own choice), on Ampere behind it.
 
-    Raises ValueError where the device, the dtype (None: the default one), the head size or dropout is not one that the
-    kernel takes, and for cuDNN where its gradients may be NaN.
+    Raises ValueError where a package is missing, where the device, the dtype (None: the default one), the head size or
+    dropout is not one that the kernel takes, and for cuDNN where its gradients may be NaN.
     """
     if device is None:
         return name
+    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        raise ValueError(
+            "attention 'flash_attn' needs the package flash-attn, which is not installed: `pip install flash-attn "
+            "--no-build-isolation`, which takes long, or take --attention flash, which PyTorch has"
+        )
     if name != "auto":
         check_attention(name, head_dim, device, dtype, dropout)
         if name == "cudnn" and has_cudnn_fault(tokens, device):

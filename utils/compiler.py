@@ -3,11 +3,12 @@
 import os
 import shutil
 import sys
+from typing import Any
 
 import torch
 from torch import nn
 
-from utils.config.settings import Config
+from utils.config.settings import Config, module_options
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on GPUs
 
@@ -22,18 +23,19 @@ def check_compiler(config: Config, device: torch.device) -> None:
             f"enable_jit needs a C++ compiler, and {compiler} is not on PATH: load or install one (module load gcc), "
             f"name another in CXX, or take --no_enable_jit"
         )
-    if config.compile_mode == "reduce-overhead" and device.type == "cpu":
+    graph_mode = next(iter(config.compile_modes & {*GRAPH_MODES}), None)
+    if "reduce-overhead" in config.compile_modes and device.type == "cpu":
         raise ValueError("compile_mode reduce-overhead replays CUDA graphs, and the device is cpu: take default")
-    if config.compile_mode in GRAPH_MODES and device.type == "cuda" and torch.version.hip:
+    if graph_mode and device.type == "cuda" and torch.version.hip:
         raise ValueError(
-            f"compile_mode {config.compile_mode} replays graphs, with which training on AMD GPUs was reported to "
+            f"compile_mode {graph_mode} replays graphs, with which training on AMD GPUs was reported to "
             f"converge worse, without an error (pytorch issue 187715): take default or max-autotune-no-cudagraphs"
         )
     recomputes = config.activation_checkpoint in ("step", "block")
     passes_again = config.accumulation_steps > 1 or config.longest_rollout > 1 or recomputes
-    if config.compile_mode in GRAPH_MODES and device.type == "cuda" and passes_again:
+    if graph_mode and device.type == "cuda" and passes_again:
         raise ValueError(
-            f"compile_mode {config.compile_mode} replays CUDA graphs, which overwrite gradients where a block runs "
+            f"compile_mode {graph_mode} replays CUDA graphs, which overwrite gradients where a block runs "
             f"twice in a step: leave out --accumulation_steps, --rollout_steps and --activation_checkpoint=block or "
             f"step, or take another mode"
         )
@@ -42,21 +44,24 @@ def check_compiler(config: Config, device: torch.device) -> None:
 def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
     """Compile each module of `model` whose class, or a class that it derives from, is named; each one by itself.
 
-    Modules of one class share their code where their shapes agree. Nothing may fall back to Python inside a module
-    (fullgraph). Hooks and gradients of the module stay outside.
+    A name may have options (`module_options`); without a mode of its own it has `mode`. Modules of one class share
+    their code where their shapes agree. Nothing may fall back to Python inside a module (fullgraph). Hooks and
+    gradients of the module stay outside.
 
     Raises ValueError where the model has no module of that name.
     """
-    found = {name: [m for m in model.modules() if name in _class_names(m)] for name in names}
-    for name, modules in found.items():
+    found: dict[nn.Module, dict[str, Any]] = {}
+    for name, options in (module_options("compile_modules", text) for text in names):
+        modules = [m for m in model.modules() if name in _class_names(m)]
         if not modules:
             known = sorted({cls for m in model.modules() for cls in _class_names(m)} - {"Module", "ModuleList"})
             raise ValueError(f"compile_modules names {name!r}, and the model has {', '.join(known)}: take some")
+        found |= {module: {"mode": mode} | options for module in modules if module not in found}
     # Under DDP, Dynamo cuts graphs at the buckets: a whole model's, so that gradients leave early; a block's in vain.
-    torch._dynamo.config.optimize_ddp = any(model in modules for modules in found.values())
-    for module in dict.fromkeys(m for modules in found.values() for m in modules):
-        module.forward = torch.compile(module.forward, fullgraph=True, mode=mode)
-    if mode in GRAPH_MODES:
+    torch._dynamo.config.optimize_ddp = model in found
+    for module, options in found.items():
+        module.forward = torch.compile(module.forward, fullgraph=True, **options)
+    if any(options["mode"] in GRAPH_MODES for options in found.values()):
         # Without gradients a block's graph would take the block before for done, and free its output, which it reads.
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
 

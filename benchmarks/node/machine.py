@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import psutil
 import torch
+import torch.nn.attention
 
 from utils.config.settings import Config
 from utils.data.dataset import WeatherData
@@ -87,6 +89,30 @@ def devices(nproc: int) -> Iterator[Line]:
     if shutil.which("nvidia-smi"):
         table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout.rstrip()
         yield Line(f"how they are connected:\n{table}")
+
+
+def attention_libraries() -> Iterator[Line]:
+    """Say which kernels of attention there are: PyTorch's own, with versions where it tells them, and packages."""
+    flash = getattr(torch.nn.attention, "list_flash_attention_impls", list)()  # newer versions of PyTorch
+    own = "PyTorch's kernels: math"
+    if torch.cuda.is_available():
+        has_flash = torch.backends.cuda.is_flash_attention_available()
+        version = getattr(torch.nn.attention, "_get_flash_version", lambda: "")()
+        own += f", efficient, flash {version}".rstrip() if has_flash else ", efficient; it was built without flash"
+        cudnn = torch.backends.cudnn.version()
+        own += f", cuDNN's ({cudnn})" if cudnn and not torch.version.hip else ""
+    own += f"; flash may be replaced by {', '.join(flash)} (torch.nn.attention)" if flash else ""
+    yield Line(own)
+    for package, module, what in (
+        ("flash-attn", "flash_attn", "--attention flash_attn"),
+        ("flash-attn-3", "flash_attn_interface", "FlashAttention-3, for Hopper GPUs; no flag takes it"),
+    ):
+        if importlib.util.find_spec(module):
+            try:
+                version = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                version = "of an unknown version"
+            yield Line(f"package {module} {version}: {what}")
 
 
 def cores(config: Config, nproc: int) -> Iterator[Line]:

@@ -10,11 +10,12 @@ import h5py
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from benchmarks import doctor
 from benchmarks.doctor import memory, read_speed, storage, values
 from benchmarks.node import machine
-from benchmarks.node.machine import Line, cores, cpu_list, limits, sizes, versions
+from benchmarks.node.machine import Line, attention_libraries, cores, cpu_list, limits, sizes, versions
 from tests.helpers import ROOT, clean_environment, tiny_flags
 from utils.config.reader import load_config
 from utils.config.settings import Config
@@ -31,6 +32,21 @@ def weather(folder, *flags):
     return WeatherData(load_config(tiny_flags(folder, *flags))[0].with_batches(1))
 
 
+def test_which_kernels_of_attention_there_are(monkeypatch):
+    """On a GPU, too; a package that is there is named with its version."""
+    (own,) = map(str, attention_libraries())
+    assert own.startswith("good    PyTorch's kernels: math")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.nn.attention, "_get_flash_version", lambda: "2.7.4", raising=False)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name == "flash_attn")
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: {"flash-attn": "2.8.3"}[name])
+    own, package = map(str, attention_libraries())
+    assert "math, efficient, flash 2.7.4, cuDNN's (91002)" in own
+    assert package == "good    package flash_attn 2.8.3: --attention flash_attn"
+
+
 @pytest.mark.slow
 def test_a_machine_from_end_to_end(tiny):
     """Two ranks; and one finding of each kind is there."""
@@ -39,7 +55,17 @@ def test_a_machine_from_end_to_end(tiny):
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     titles = [line for line in done.stdout.splitlines() if line and not line.startswith((" ", "("))]
-    sections = ["Versions", "Devices", "Cores", "Sizes", "Memory", "Limits", "Data", "Storage", "Communication"]
+    sections = [
+        "Versions",
+        "Devices",
+        "Cores",
+        "Sizes",
+        "Memory",
+        "Limits",
+        "Data",
+        "Storage",
+        "Communication",
+    ]
     assert titles[:-1] == sections
     assert titles[-1] == "All is well." or titles[-1].endswith("thing(s) to change")
     for words in (

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from networks.vit import ViT
 from tests.distributed.recorded_graph import always_ddp
 from tests.helpers import group_of_one, losses, run_here, tiny_flags
 from utils.compiler import check_compiler, compile_modules
+from utils.config.reader import load_config
 from utils.config.settings import Config
 from utils.device import pick_device
 
@@ -129,3 +131,38 @@ def test_under_ddp_a_block_is_one_graph_and_a_model_several(monkeypatch, names, 
         compile_modules(model, names, "default")
         always_ddp(model, Config(), torch.distributed.group.WORLD)(torch.randn(1, 3, 16, 32)).sum().backward()
     assert (len(graphs) > 1) == cut and graphs
+
+
+def test_classes_have_options_of_their_own(tmp_path, monkeypatch):
+    """In YAML a mapping, on the command line after a colon; a class without a mode has compile_mode."""
+    path = tmp_path / "a.yaml"
+    path.write_text("a:\n  compile_mode: max-autotune-no-cudagraphs\n  compile_modules:\n"
+                    "    Attention: {mode: default}\n    MLP: {dynamic: false}\n    Block:\n")  # fmt: skip
+    config = load_config(["--yaml_config", str(path), "--config", "a"])[0]
+    assert config.compile_modules == ("Attention:mode=default", "MLP:dynamic=False", "Block")
+    assert config.compile_modes == {"default", "max-autotune-no-cudagraphs"}
+    config.save(tmp_path / "b.yaml")
+    assert load_config(["--yaml_config", str(tmp_path / "b.yaml"), "--config", "a"])[0] == config
+    told = []
+    monkeypatch.setattr(torch, "compile", lambda f, **kwargs: told.append((type(f.__self__).__name__, kwargs)) or f)
+    model = ViT((8, 16), 4, 1, 1, 8, 1, 2)
+    compile_modules(model, config.compile_modules, config.compile_mode)
+    assert told == [
+        ("Attention", {"fullgraph": True, "mode": "default"}),
+        ("MLP", {"fullgraph": True, "mode": "max-autotune-no-cudagraphs", "dynamic": False}),
+        ("Block", {"fullgraph": True, "mode": "max-autotune-no-cudagraphs"}),
+    ]
+
+
+@pytest.mark.parametrize("text", ["MLP:mode=fast", "MLP:backend=eager", "MLP:dynamic=some", ":mode=default"])
+def test_other_options_are_refused(text):
+    with pytest.raises(ValueError, match="compile_modules has .* it takes a class of modules, alone or with options"):
+        load_config(["--config=base", "--compile_modules", text])
+
+
+def test_a_class_that_replays_graphs_is_checked_as_all_are():
+    config = Config(enable_jit=True, compile_modules=("Block", "MLP:mode=reduce-overhead"))
+    with pytest.raises(ValueError, match="compile_mode reduce-overhead replays CUDA graphs, and the device is cpu"):
+        check_compiler(config, torch.device("cpu"))
+    with pytest.raises(ValueError, match="compile_mode reduce-overhead replays CUDA graphs, which overwrite"):
+        check_compiler(replace(config, accumulation_steps=2), torch.device("cuda"))

@@ -68,6 +68,8 @@ def cast(field: Field, value: Any) -> Any:
         words = [word for part in value for word in str(part).replace(",", " ").split()]
         switch = {"true": meta["alone"], "false": ()}.get(words[0].lower()) if len(words) == 1 else None
         value = words if switch is None else switch
+    if meta["mapping"] and isinstance(value, dict):
+        value = meta["mapping"](value)
     if value in (None, "None", ["None"]):
         if optional:
             return None

@@ -36,6 +36,7 @@ def key(
     default: Any, help: str, affects: str, choices: tuple | None = None,
     at_least: float | None = None, at_most: float | None = None, rule: Callable[[str, Any], Any] | None = None,
     chapter: int = 1, same_forecast: bool = False, alone: tuple | None = None,
+    mapping: Callable[[dict], list[str]] | None = None,
 ):  # fmt: skip
     """A field.
 
@@ -44,11 +45,12 @@ def key(
         rule: `rule(name, value)` raises ValueError for an illegal value.
         chapter: the first that knows it.
         same_forecast: an evaluation with another value goes on where it was ended; else it begins anew.
+        mapping: makes the list of a YAML mapping.
         alone: what a flag without values stands for, and `true` in YAML; with it, there is `--no_NAME` and `false`.
     """
     metadata = dict(
         help=help, affects=affects, choices=choices, at_least=at_least, at_most=at_most, rule=rule, chapter=chapter,
-        same_forecast=same_forecast, alone=alone,
+        same_forecast=same_forecast, alone=alone, mapping=mapping,
     )  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -72,6 +74,34 @@ def interval(name: str, text: str) -> tuple[int | None, float | None]:
         return None, seconds(name, text)
     except ValueError as error:
         raise ValueError(f"{error}, or a number of iterations") from None
+
+
+def module_options(name: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Return the class of `MLP`, or of `MLP:mode=default,dynamic=false`, and its options for torch.compile.
+
+    Raises ValueError for others than `mode` and `dynamic`.
+    """
+    kind, _, told = text.partition(":")
+    options: dict[str, Any] = {}
+    for option in filter(None, told.split(",")):
+        key, _, value = option.partition("=")
+        options[key] = {"true": True, "false": False}.get(value.lower(), value) if key == "dynamic" else value
+    is_known = options.keys() <= {"mode", "dynamic"} and isinstance(options.get("dynamic", True), bool)
+    if not kind or not is_known or options.get("mode", "default") not in COMPILE_MODES:
+        raise ValueError(
+            f"{name} has {text!r}: it takes a class of modules, alone or with options, MLP:mode=default,dynamic=false, "
+            f"where mode is one of {', '.join(COMPILE_MODES)}"
+        )
+    return kind, options
+
+
+def texts_of_options(value: dict[str, dict[str, Any] | None]) -> list[str]:
+    """Return a mapping from classes to options, as YAML has it, in the form that `module_options` reads."""
+    given = {kind: options if isinstance(options, dict) else {} for kind, options in value.items()}
+    return [
+        f"{kind}:" * bool(options) + ",".join(f"{key}={x}" for key, x in options.items()) or str(kind)
+        for kind, options in given.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -109,8 +139,9 @@ class Keys:
     residual: bool = key(False, "forecast the change: x + net(x)", "training")
     conserve_mean: list[str] | None = key(None, "channels whose global mean a forecast keeps", "training")
     attention: str = key(
-        "auto", "attention kernel (SDPA backend)", "evaluation", choices=("auto", "flash", "efficient", "cudnn", "math")
-    )
+        "auto", "attention kernel: an SDPA backend, or the package flash_attn", "evaluation",
+        choices=("auto", "flash", "efficient", "cudnn", "math", "flash_attn"),
+    )  # fmt: skip
 
     # The data
     data_dir: str | None = path(None, "folder that stands for /data at the front of the paths below", "evaluation")
@@ -183,7 +214,10 @@ class Keys:
     tf32: bool = key(True, "TF32 matrix products for float32 on NVIDIA GPUs", "evaluation")
     enable_fused: bool = key(False, "Adam or AdamW in one fused kernel", "run")
     enable_jit: bool = key(False, "compile the model with torch.compile", "machine")
-    compile_modules: list[str] = key(("Block",), "classes of modules to compile, each one by itself", "machine")
+    compile_modules: list[str] = key(
+        ("Block",), "classes of modules to compile, each one by itself; with options MLP:mode=default", "machine",
+        rule=module_options, mapping=texts_of_options,
+    )  # fmt: skip
     compile_mode: str = key("default", "mode of torch.compile", "machine", choices=COMPILE_MODES)
     model_backend: str = key("pytorch", "layers of the model", "run", choices=("pytorch", "transformer-engine"))
 
@@ -254,6 +288,12 @@ class Config(Keys):
                 f"not global_batch_size {self.global_batch_size}: set only one of the two"
             )
         return replace(self, global_batch_size=total)
+
+    @property
+    def compile_modes(self) -> set[str]:
+        """The modes of torch.compile of all modules to compile."""
+        options = (module_options("compile_modules", text)[1] for text in self.compile_modules)
+        return {found.get("mode", self.compile_mode) for found in options}
 
     def steps_at(self, iteration: int) -> int:
         """Return the steps of a forecast in an iteration, counted from 0: one before the first of `rollout_from`."""

@@ -1,6 +1,7 @@
 # make demo     data, training, forecasts of five days: some minutes on a laptop
 # make test     the tests, but those that take long
 # make test-all all tests, as CI runs them
+# make test-gpu those that need GPUs, and the grids of ranks on as many as there are   NPROC=4
 # make lint     ruff and its formatter
 # make help     this list
 # make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
@@ -26,10 +27,10 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test test-all lint format readme docs doctor ladder figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
+.PHONY: help demo test test-all test-gpu lint format readme docs doctor ladder figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -9
+	@sed -n 's/^# //p' Makefile | head -10
 
 demo: data/demo
 	$(PYTHON) train.py --config=demo
@@ -49,6 +50,11 @@ test: $(TOOLS)
 
 test-all: $(TOOLS)
 	PYTHON=$(PYTHON) tests/run_tests.sh --all
+
+# On as many GPUs as there are (NPROC=4): the tests of one GPU, then the certificate's grids with NCCL, a rank a GPU.
+test-gpu: $(TOOLS)
+	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) benchmarks/certificate.py --device cuda $(if $(NPROC),--ranks $(NPROC))
 
 lint: $(TOOLS)
 	$(PYTHON) -m ruff check .

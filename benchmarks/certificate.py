@@ -2,6 +2,8 @@
 
     python benchmarks/certificate.py --json FILE [--ranks 1 2 4 7 8 16] [--images "10 tokens" ...]
                                      [--modes float64 float32 ...] [--named 2]
+    python benchmarks/certificate.py --grid tp=2 cp=2          every grid of these sizes, in all modes
+    python benchmarks/certificate.py --device cuda             on GPUs with NCCL, of as many ranks as there are GPUs
 
 Each grid trains with train_mp.py's own main on small files and is compared with train.py in float64: the loss, every
 parameter's gradient, its norm, the weights after 2 to 5 steps, the validation metrics; with forecasts of one step, of
@@ -13,6 +15,7 @@ and where. What one process does is in proof/worker.py.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,10 +25,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 import yaml
 
 from benchmarks.harness.record import write_record
 from benchmarks.proof.cases import (
+    AXES,
+    EVERY,
     EVERYWHERE,
     FULL_IMAGE,
     IMAGES,
@@ -35,6 +41,7 @@ from benchmarks.proof.cases import (
     SECTION,
     label,
     runs_of,
+    runs_on,
     shown,
 )
 from utils.measure.tables import markdown
@@ -114,25 +121,58 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     return markdown(["grid", *columns], ([name, *(entry(row.get(c)) for c in columns)] for name, row in rows.items()))
 
 
+def sizes_of(texts: list[str]) -> dict[str, int]:
+    """Return dp, tp and cp of `tp=2 cp=2`, 1 where one is not named. Raises ValueError for others."""
+    sizes = dict.fromkeys(AXES, 1)
+    for text in texts:
+        axis, _, size = text.partition("=")
+        if axis not in AXES or not size.isdecimal() or not int(size):
+            raise ValueError(f"grid has {text!r}: it takes sizes of axes, such as dp=2 tp=2 cp=2")
+        sizes[axis] = int(size)
+    for axis, what, there in (("tp", "heads", SECTION["num_heads"]), ("dp", "samples", SECTION["global_batch_size"])):
+        if there % sizes[axis]:
+            raise ValueError(f"{axis}={sizes[axis]} does not divide the {there} {what} of what is tried")
+    return sizes
+
+
+def ranks_to_try(asked: list[int] | None, sizes: dict[str, int] | None, device: str) -> list[int]:
+    """Return the numbers of ranks to try. Raises ValueError where there are less GPUs: NCCL takes one rank a GPU."""
+    count = torch.cuda.device_count()
+    usual = ([n for n in EVERY if n <= count] or [1]) if device == "cuda" else [1, 2, 4, 7, 8, 16]
+    ranks = [math.prod(sizes.values())] if sizes else asked or usual
+    if device == "cuda" and max(ranks) > count:
+        raise ValueError(f"device cuda needs a GPU for each of {max(ranks)} rank(s), and there are {count}: take less")
+    return ranks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 7, 8, 16])
+    parser.add_argument("--ranks", type=int, nargs="+", help="1 2 4 7 8 16; on GPUs 1 2 4 8, as many as there are")
+    parser.add_argument("--grid", nargs="+", metavar="AXIS=SIZE", help="only grids of these sizes: dp=1 tp=2 cp=2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--images", nargs="+", choices=IMAGES, default=[i for i in IMAGES if i != FULL_IMAGE])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--named", type=int, default=len(NAMED), help="named grids to try in other modes")
     args = parser.parse_args()
+    try:
+        sizes = sizes_of(args.grid) if args.grid else None
+        ranks_tried = ranks_to_try(args.ranks, sizes, args.device)
+    except ValueError as error:
+        sys.exit(f"certificate.py: {error}")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         paths = {f"{kind}_data_path": f"/data/{kind}" for kind in ("train", "valid")}
         stats = {f"{kind}_path": f"/data/stats/{kind}.npy" for kind in ("global_means", "global_stds", "time_means")}
-        Path(folder, "certificate.yaml").write_text(yaml.safe_dump({"certificate": {**SECTION, **paths, **stats}}))
-        for image in {*args.images, NAMED_IMAGE, *({FULL_IMAGE} & set(args.modes))}:
+        section = {**SECTION, **paths, **stats, "device": args.device}
+        Path(folder, "certificate.yaml").write_text(yaml.safe_dump({"certificate": section}))
+        images = {image for image, _ in EVERYWHERE} if sizes else {*args.images}
+        for image in {*images, NAMED_IMAGE, *({FULL_IMAGE} & set(args.modes))}:
             write_shape(f"{folder}/{image}", (3, *IMAGES[image][:2]), trajectories=3, samples=24)
         subprocess.run([sys.executable, str(ROOT / "benchmarks/proof/worker.py"), folder], check=True)
         results = []
-        for ranks in args.ranks:
-            cases = runs_of(ranks, args.images, args.modes, args.named)
+        for ranks in ranks_tried:
+            cases = runs_on(sizes, args.modes) if sizes else runs_of(ranks, args.images, args.modes, args.named)
             print(f"{ranks} rank(s), {sum(len(case['runs']) for case in cases)} run(s)", flush=True)
             results += run_world(folder, ranks, cases)
     summary, figures, spread = summarise(results)

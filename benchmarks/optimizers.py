@@ -80,7 +80,12 @@ def table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
         low, high = spread[cost]
         ratio = "" if name == "Adam" else f"{figures[cost]:.2f} ({low:.2f} to {high:.2f})"
         rows.append(
-            [name, f"{figures[f'{name}: bytes a weight']:.1f}", ratio, " / ".join(f"{x:.4f}" for x in spread[loss])]
+            [
+                name,
+                f"{figures[f'{name}: bytes a weight']:.1f}",
+                ratio,
+                " / ".join(dict.fromkeys(f"{x:.4f}" for x in spread[loss])),
+            ]
         )
     return markdown(["", "bytes a weight", "step, over Adam's", "loss after 300 iterations"], rows)
 

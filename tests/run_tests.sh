@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests but those marked slow and those that need Slurm; --all runs all of them; other arguments name some
 # (tests/run_tests.sh tests/networks/test_vit.py -k patches). Two at a time: who is done takes of the other's.
+# tests/run_tests.sh tp=2 cp=2 [dp=2] [--device cuda] tries every grid of these sizes against one process, in all modes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 "${PYTHON:-python}" -c 'import pytest' 2>/dev/null || {
@@ -10,7 +11,9 @@ cd "$(dirname "$0")/.."
 tests() { "${PYTHON:-python}" -m pytest "$@"; }
 some=(-n 2 --dist worksteal --ignore tests/slurm)
 
-if [ $# = 0 ]; then
+if [[ ${1-} =~ ^(dp|tp|cp)= ]]; then
+    exec "${PYTHON:-python}" benchmarks/certificate.py --grid "$@"
+elif [ $# = 0 ]; then
     tests "${some[@]}" -m "not slow"
     exit
 elif [ "$1" != --all ]; then

@@ -11,7 +11,7 @@ IMAGES = {
 }  # fmt: skip
 SECTION = dict(
     embed_dim=32, depth=2, num_heads=8, n_in_channels=3, n_out_channels=2, residual=True, global_batch_size=8,
-    num_iters=5, lr=1e-3, warmup=2, plot_channels=[],
+    num_iters=5, lr=1e-3, warmup=2, plot_channels=[], tf32=False,
 )  # fmt: skip
 
 
@@ -131,6 +131,7 @@ NAMED = [
 # On the full image of ERA5, which does not divide over 4, 7 or 16 shards.
 FULL = [grid_of(1, 4, 1, True), grid_of(1, 1, 7, False), grid_of(1, 4, 4, True)]
 EVERY = (1, 2, 4, 8)  # ranks of which all grids are tried
+AXES = ("dp", "tp", "cp")
 
 
 def grids(ranks: int) -> list[dict]:
@@ -149,6 +150,23 @@ def grids(ranks: int) -> list[dict]:
                 for attention in ("gather", "ulysses") if cp > 1 else ("gather",):
                     found.append(grid_of(dp, tp, cp, sp, attention, "-".join(order)))
     return found
+
+
+def runs_on(sizes: dict[str, int], modes: list[str]) -> list[dict]:
+    """Return what to run on every grid of these sizes, in all modes that it takes."""
+    everywhere = [[image, mode] for image, mode in EVERYWHERE if mode in modes]
+    others = [mode for mode in modes if mode not in (FULL_IMAGE, *(mode for _, mode in EVERYWHERE))]
+    dp, tp, cp = (sizes[axis] for axis in AXES)
+    found = [
+        grid
+        for grid in grids(dp * tp * cp)
+        if (grid["dp"], grid["tensor_parallel"], grid["context_parallel"]) == (dp, tp, cp)
+        and (grid["cp_attention"] != "ulysses" or SECTION["num_heads"] // tp % cp == 0)
+    ]
+    return [
+        {"grid": grid, "runs": everywhere + [[NAMED_IMAGE, mode] for mode in others if is_allowed(grid, mode)]}
+        for grid in found
+    ]
 
 
 def runs_of(ranks: int, images: list[str], modes: list[str], named: int) -> list[dict]:

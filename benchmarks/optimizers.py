@@ -79,14 +79,8 @@ def table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
         cost, loss = f"{name}: step over Adam's", f"{name}: loss"
         low, high = spread[cost]
         ratio = "" if name == "Adam" else f"{figures[cost]:.2f} ({low:.2f} to {high:.2f})"
-        rows.append(
-            [
-                name,
-                f"{figures[f'{name}: bytes a weight']:.1f}",
-                ratio,
-                " / ".join(dict.fromkeys(f"{x:.4f}" for x in spread[loss])),
-            ]
-        )
+        kept, losses = figures[f"{name}: bytes a weight"], dict.fromkeys(f"{x:.4f}" for x in spread[loss])
+        rows.append([name, f"{kept:.1f}", ratio, " / ".join(losses)])
     return markdown(["", "bytes a weight", "step, over Adam's", "loss after 300 iterations"], rows)
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import train_mp
-from benchmarks.proof.cases import FULL_IMAGE, MODES
+from benchmarks import certificate
+from benchmarks.proof.cases import FULL_IMAGE, MODES, runs_on
 from distributed.borders import borders_of
 from distributed.parallelize import check_parallel, parallelize, shard_tokens, share_frames
 from networks.overlap import repeat_at_poles, windows
@@ -347,3 +348,19 @@ def test_chunks_of_a_few_rows_are_read_by_those_who_need_them():
     shares = [FrameSharing(shards, i, None).share(6) for i in range(4)]
     assert [list(range(6)[share]) for share in shares] == [[0], [1, 2], [3], [4, 5]]
     assert [FrameSharing(shards, i, None).share(1) for i in range(4)] == [slice(0, 0)] * 3 + [slice(0, 1)]
+
+
+def test_a_grid_of_sizes_that_one_names():
+    """`tests/run_tests.sh tp=2 cp=3`: all its orders and modes, but what it cannot be; and what is no grid."""
+    sizes = certificate.sizes_of(["tp=2", "cp=3"])
+    assert sizes == {"dp": 1, "tp": 2, "cp": 3} and certificate.ranks_to_try(None, sizes, "cpu") == [6]
+    found = runs_on(sizes, ["float64", "dropout", "re-gather"])
+    assert {case["grid"]["cp_attention"] for case in found} == {"gather"}  # 4 heads a rank are not for 3 ranks
+    assert {case["grid"]["parallel_order"][:2] for case in found} == {"tp", "cp"}
+    modes = {case["grid"]["sequence_parallel"]: [mode for _, mode in case["runs"]] for case in found}
+    assert modes == {True: ["float64", "dropout", "re-gather"], False: ["float64"]}
+    for texts, message in ((["tp=3"], "tp=3 does not divide the 8 heads"), (["pp=2"], "grid has 'pp=2'")):
+        with pytest.raises(ValueError, match=message):
+            certificate.sizes_of(texts)
+    with pytest.raises(ValueError, match="needs a GPU for each of 64 rank"):
+        certificate.ranks_to_try([64], None, "cuda")

@@ -80,7 +80,7 @@ def table(figures: dict[str, float], spread: dict[str, list[float]]) -> str:
         low, high = spread[cost]
         ratio = "" if name == "Adam" else f"{figures[cost]:.2f} ({low:.2f} to {high:.2f})"
         kept, losses = figures[f"{name}: bytes a weight"], dict.fromkeys(f"{x:.4f}" for x in spread[loss])
-        rows.append([name, f"{kept:.1f}", ratio, " / ".join(losses)])
+        rows.append([name, f"{kept:.2f}", ratio, " / ".join(losses)])
     return markdown(["", "bytes a weight", "step, over Adam's", "loss after 300 iterations"], rows)
 
 

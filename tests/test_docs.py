@@ -4,6 +4,7 @@ import re
 from functools import cache
 
 import pytest
+import torch
 
 from docs import make
 from docs.figures import vit
@@ -157,3 +158,12 @@ def test_the_model_is_drawn():
     assert any("windows" in text for text in drawn["demo"]) != any("windows" in text for text in drawn["base"])
     with pytest.raises(ValueError, match="unknown section"):
         vit.figure_of(["--config=nothing"])
+
+
+def test_data_parallel_does_nothing_on_a_cpu():
+    """As chapter 1 and docs/founding-documents.md say."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    model = torch.nn.Linear(2, 2)
+    wrapped = torch.nn.DataParallel(model)
+    assert wrapped.device_ids == [] and torch.equal(wrapped(x := torch.randn(4, 2)), model(x))

@@ -6,7 +6,8 @@
 PyTorch's fake tensors and its fake process group run the model, the loss, the backward pass and the optimiser of rank 0
 without memory, computation or other ranks. A tracker adds up the memory by part, a counter the collectives by group.
 Gradients go over dp-cp inside DistributedDataParallel, which fake tensors cannot enter: what it holds is held here as
-well, and its bytes are added by formula. (PyTorch has no public names for these tools: test_communication.py.)
+well, and its bytes are added by formula. An optimiser that keeps less than Adam is counted as Adam. (PyTorch
+has no public names for these tools: test_communication.py.)
 """
 
 import argparse
@@ -40,7 +41,7 @@ from utils.config.settings import Config
 from utils.data.fields import Fields
 from utils.data.loss_weights import distance
 from utils.measure.tables import markdown
-from utils.optimizers import build_optimizer
+from utils.optimizers import FUSED, build_optimizer
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
 TP4, CP4, PLAIN, ULYSSES = (
@@ -111,6 +112,8 @@ def simulate(dp: int, argv: Sequence[str]) -> dict:
         grid = Grid(dist.get_world_size(), 0, config.tensor_parallel, config.context_parallel, config.parallel_order)
         check_parallel(config, grid)
         config = config.with_batches(dp)
+        if config.optimizer not in FUSED:  # it looks at values; and it keeps less
+            config = replace(config, optimizer="Adam")
         grid.create_groups()
         # Weights have no values here, and drawing them looks at values.
         with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("torch.nn.init.trunc_normal_"):

@@ -202,3 +202,9 @@ def test_a_rank_alone_holds_what_chapter_1_holds(tmp_path, amp):
         shard = shard_tokens(config, grid)
         model = parallelize(train.build_model(config, fields), config, grid, shard, torch.device("cpu"))
         assert saved_bytes(model, config) == serial
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adam8bit"])
+def test_an_optimiser_that_keeps_less_is_simulated_as_adam(name):
+    flags = ["--config=base", "--depth=1", "--local_batch_size=1", "--img_size", "32", "64"]
+    assert simulate(1, [*flags, f"--optimizer={name}"])["peak"] == simulate(1, flags)["peak"]

@@ -53,8 +53,9 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         return _adam_8bit()(model.parameters(), torch.tensor(config.lr), BETAS)
     speed = {"fused": config.enable_fused or None, "capturable": config.graph_optimizer}
     if config.optimizer == "AdamW":
-        return torch.optim.AdamW(model.parameters(), config.lr, BETAS, weight_decay=config.weight_decay, **speed)
-    return torch.optim.Adam(model.parameters(), config.lr, BETAS, **speed)
+        decay = config.weight_decay
+        return torch.optim.AdamW(model.parameters(), lr=config.lr, betas=BETAS, weight_decay=decay, **speed)
+    return torch.optim.Adam(model.parameters(), lr=config.lr, betas=BETAS, **speed)
 
 
 def _adam_8bit() -> type[torch.optim.Optimizer]:

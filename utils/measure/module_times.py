@@ -58,7 +58,8 @@ def module_rows(calls: list[tuple[Event, float]], ranges: Iterable[Event]) -> li
     of_number: dict[int, list[str]] = {}
     times: dict[str, Counter] = {"calls": Counter(), "forward": Counter(), "backward": Counter()}
     seconds = {id(call): own for call, own in calls}
-    entries = [*(call for call, _ in calls), *(e for e in ranges if e["name"].startswith(MODULE))]
+    modules = [e for e in ranges if e["name"].startswith(MODULE)]
+    known, entries = {_plain(e["name"]) for e in modules}, [*(call for call, _ in calls), *modules]
     for e in sorted(entries, key=lambda e: (e["ts"], -e["dur"])):
         stack = inside[e["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] <= e["ts"]:
@@ -67,19 +68,26 @@ def module_rows(calls: list[tuple[Event, float]], ranges: Iterable[Event]) -> li
         if id(e) not in seconds:
             times["calls"][_plain(e["name"])] += 1
             continue
-        names, number = {_plain(outer["name"]) for outer in stack if id(outer) not in seconds}, None
-        if names:
+        innermost = next((outer for outer in reversed(stack) if id(outer) not in seconds), None)
+        if innermost is not None:
+            names = _with_those_outside(_plain(innermost["name"]), known)
             times["forward"].update(dict.fromkeys(names, seconds[id(e)]))
-            of_number.setdefault(e.get("args", {}).get("Sequence number"), sorted(names))
+            of_number.setdefault(e.get("args", {}).get("Sequence number"), names)
         elif outer := next((e for e in reversed(stack) if e["name"].startswith(BACKWARD)), None):
-            number = outer.get("args", {}).get("Sequence number")
-            times["backward"].update(dict.fromkeys(of_number.get(number, ()), seconds[id(e)]))
+            names = of_number.get(outer.get("args", {}).get("Sequence number"), ())
+            times["backward"].update(dict.fromkeys(names, seconds[id(e)]))
     total = times["forward"] + times["backward"]
     return [
         {"module": name, "calls": times["calls"][name]}
         | {part: float(times[part][name]) for part in ("forward", "backward")}
         for name in sorted(times["calls"], key=lambda name: -total[name])
     ]
+
+
+def _with_those_outside(name: str, known: set[str]) -> list[str]:
+    """Return a module and those that it lies in, also where what runs it now is not they but a recomputation."""
+    parts = name.split(".")
+    return [outer for i in range(len(parts)) if (outer := ".".join(parts[: i + 1])) in known]
 
 
 def _plain(name: str) -> str:

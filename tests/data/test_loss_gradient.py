@@ -53,6 +53,15 @@ def test_the_gradient_of_a_spherical_harmonic_to_its_order(float64, kind):
     assert finer[0] < 4e-3 and max(finer[1:]) < 0.1
 
 
+def test_north_is_exact_for_polynomials(float64):
+    """Of the first degree in every row, of the second where a row has two neighbours, also of uneven rows."""
+    latitude = 80 - 160 * (np.arange(9) / 8) ** 1.3
+    p = torch.from_numpy(np.deg2rad(latitude))[None, :, None].expand(1, 9, 4)
+    gradient = HorizontalGradient(latitude, 4, range(9), CPU)
+    torch.testing.assert_close(gradient(3 * p + 2)[1], torch.full((9, 4), 3.0))
+    torch.testing.assert_close(gradient(p**2)[1, 1:-1], 2 * p[0, 1:-1])
+
+
 @pytest.mark.parametrize("rows", [range(0, 6), range(0, 4), range(2, 5), range(3, 6), range(0)])
 def test_its_own_backward_is_the_transpose(float64, rows):
     """Also of rows amid the image, and of none."""
@@ -113,6 +122,9 @@ def test_columns_that_do_not_go_round_are_refused():
         check_round(np.arange(40) * 2.5)
     with pytest.raises(ValueError, match="3 columns or more"):
         check_round(np.arange(2) * 180.0)
+    config, fields, *rest = asked("--loss_gradient=1")
+    with pytest.raises(ValueError, match="span 80 of 360"):
+        distance(config, replace(fields, longitude=np.arange(32) * 2.5), *rest)
 
 
 def test_a_training_with_gradients_has_another_loss(tmp_path):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from networks.attention import pick_attention
+from networks.backend import use_backend
 from networks.vit import ViT
 from utils.checkpoint.state import TrainingState
 from utils.checkpoint.weights import load_weights
@@ -153,7 +154,7 @@ def build_model(config: Config, fields: Fields, device: torch.device | None = No
         residual_scale=fields.residual_scale, feedback=fields.feedback, conserve=fields.kept(config.conserve_mean),
         area=torch.tensor(fields.area, dtype=torch.get_default_dtype()),
     )  # fmt: skip
-    return load_weights(model, config.init_from)
+    return use_backend(load_weights(model, config.init_from), config.model_backend, config.fp8, device)
 
 
 def build_scaler(config: Config, device: torch.device, kind: Callable = torch.amp.GradScaler) -> torch.amp.GradScaler:

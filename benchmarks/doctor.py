@@ -32,7 +32,7 @@ import torch  # noqa: E402
 import train  # noqa: E402
 from benchmarks.harness.call import all_devices, call, check_place, end_on_signals, launch, reason, spread, stay_on  # noqa: E402
 from benchmarks.harness.record import write_record  # noqa: E402
-from benchmarks.node.machine import Line, attention_libraries, cores, devices, host_memory, limits, sizes, versions  # noqa: E402
+from benchmarks.node.machine import Line, cores, devices, host_memory, libraries, limits, sizes, versions  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
 from utils.config.reader import load_config  # noqa: E402
 from utils.config.settings import Config  # noqa: E402
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> None:
 
     show("Versions", versions())
     _, here = spread(args.nproc)
-    show("Devices", [*devices(here), *attention_libraries()])
+    show("Devices", [*devices(here), *libraries()])
     show("Cores", cores(config, here))
     show("Sizes", sizes(config))
     found: dict = {}

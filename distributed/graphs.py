@@ -94,6 +94,11 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
     """Raise ValueError where the step cannot be recorded, with the reason."""
     if device.type != "cuda":
         raise ValueError("train_mp_graphs.py records CUDA graphs, and the device is cpu: run train_mp.py")
+    if config.model_backend != "pytorch":
+        raise ValueError(
+            f"model_backend {config.model_backend} has not been recorded yet, and what its layers do on the host would "
+            f"be lost without a word: run train_mp.py, or take --model_backend pytorch"
+        )
     if config.num_iters <= config.graph_warmup:
         raise ValueError(
             f"num_iters {config.num_iters} leaves nothing to replay after graph_warmup {config.graph_warmup}: "

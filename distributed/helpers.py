@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distributed.layers import ColumnParallelLinear, RowParallelLinear
 from distributed.mappings import reduce
 from distributed.parallelize import find_borders
 from utils.comm import Grid
@@ -19,13 +18,8 @@ from utils.spans import communication, span
 
 def sliced_dims(model: nn.Module) -> dict[nn.Parameter, int]:
     """Return the parameters of which each tp rank holds a slice, with the dim that is cut; all others are replicas."""
-    dims = {}
-    for module in model.modules():
-        if isinstance(module, ColumnParallelLinear):
-            dims |= {module.weight: 0, module.bias: 0}
-        elif isinstance(module, RowParallelLinear):
-            dims[module.weight] = 1
-    return dims
+    layers = (module for module in model.modules() if hasattr(module, "sliced"))
+    return {getattr(layer, name): dim for layer in layers for name, dim in layer.sliced.items()}
 
 
 def share_loss(config: Config, grid: Grid, shard: TokenShard, device: torch.device) -> dict[str, Callable]:

@@ -26,6 +26,23 @@ def shard_rows(weight: Tensor, grid: Grid, parts: int = 1) -> nn.Parameter:
     return nn.Parameter(chunk.flatten(0, 1).detach().clone())
 
 
+def shard_columns(weight: Tensor, grid: Grid) -> nn.Parameter:
+    """Return this rank's tp slice of dim 1."""
+    return nn.Parameter(weight.chunk(grid.get_size("tp"), dim=1)[grid.get_rank("tp")].detach().clone())
+
+
+def enter_column(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Return all tokens, before a layer of which each rank computes some outputs."""
+    x = in_compute_dtype(x)
+    return all_gather(x, TOKENS, group) if sequence_parallel else copy(x, group)
+
+
+def leave_row(partial: Tensor, bias: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """Return the sum of what all ranks have of each output, or of its shard of the tokens; the bias is added once."""
+    y = reduce_scatter(partial, TOKENS, group) if sequence_parallel else reduce(partial, group)
+    return y + bias.to(y.dtype)
+
+
 class ColumnParallelLinear(nn.Module):
     """A linear layer of which each rank computes some of the outputs (Shoeybi et al. 2019, section 3).
 
@@ -41,6 +58,8 @@ class ColumnParallelLinear(nn.Module):
         regather: keep only the shard of the input for the backward.
     """
 
+    sliced = {"weight": 0, "bias": 0}  # the parameters that are, and their dim
+
     def __init__(self, serial: nn.Linear, grid: Grid, sequence_parallel: bool, regather: bool = False, parts: int = 1):
         super().__init__()
         self.weight = shard_rows(serial.weight, grid, parts)
@@ -48,11 +67,10 @@ class ColumnParallelLinear(nn.Module):
         self.group, self.sequence_parallel, self.regather = grid.get_group("tp"), sequence_parallel, regather
 
     def forward(self, x: Tensor) -> Tensor:
-        x = in_compute_dtype(x)
         if self.sequence_parallel and self.regather:
-            return gathered_linear(x, in_compute_dtype(self.weight), in_compute_dtype(self.bias), TOKENS, self.group)
-        x = all_gather(x, TOKENS, self.group) if self.sequence_parallel else copy(x, self.group)
-        return F.linear(x, self.weight, self.bias)
+            tensors = (in_compute_dtype(tensor) for tensor in (x, self.weight, self.bias))
+            return gathered_linear(*tensors, TOKENS, self.group)
+        return F.linear(enter_column(x, self.group, self.sequence_parallel), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -64,11 +82,11 @@ class RowParallelLinear(nn.Module):
     Sequence parallel: a reduce-scatter of s in the forward, an all-gather to s in the backward.
     """
 
+    sliced = {"weight": 1}
+
     def __init__(self, serial: nn.Linear, grid: Grid, sequence_parallel: bool):
         super().__init__()
-        self.weight = nn.Parameter(
-            serial.weight.chunk(grid.get_size("tp"), dim=1)[grid.get_rank("tp")].detach().clone()
-        )
+        self.weight = shard_columns(serial.weight, grid)
         self.bias = nn.Parameter(serial.bias.detach().clone())
         self.group, self.sequence_parallel = grid.get_group("tp"), sequence_parallel
         self.is_whole = grid.get_size("tp") == 1
@@ -77,8 +95,7 @@ class RowParallelLinear(nn.Module):
         if self.is_whole:  # nothing to sum: one kernel then adds the bias, as in chapter 1
             return F.linear(x, self.weight, self.bias)
         partial = F.linear(x, self.weight)  # a sum over this rank's inputs
-        y = reduce_scatter(partial, TOKENS, self.group) if self.sequence_parallel else reduce(partial, self.group)
-        return y + self.bias.to(y.dtype)  # once, after the sum
+        return leave_row(partial, self.bias, self.group, self.sequence_parallel)
 
 
 class ParallelAttention(Attention):

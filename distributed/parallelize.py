@@ -6,7 +6,7 @@ The weights are drawn whole and then sliced, so every grid begins with the same 
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed.borders import Borders, borders_of
 from distributed.layers import (
@@ -41,6 +41,11 @@ def check_parallel(config: Config, grid: Grid) -> None:
         raise ValueError(
             f"sp_regather needs sequence parallelism, and tensor_parallel is {tp}: take 2 or more, without "
             f"--no_sequence_parallel, or leave --sp_regather out"
+        )
+    if config.sp_regather and config.model_backend != "pytorch":
+        raise ValueError(
+            f"sp_regather with model_backend {config.model_backend}: its layers keep all tokens for the backward pass; "
+            f"leave --sp_regather out"
         )
     if config.noddp and cp > 1:
         raise ValueError(
@@ -90,6 +95,15 @@ def share_frames(config: Config, grid: Grid) -> FrameSharing | None:
     return FrameSharing(shards, grid.get_rank("tp-cp"), grid.get_group("tp-cp"))
 
 
+def layers_like(linear: nn.Module) -> tuple[type[nn.Module], type[nn.Module]]:
+    """Return the column and the row parallel layer whose products are those of a layer: PyTorch's or another's."""
+    if isinstance(linear, nn.Linear):
+        return ColumnParallelLinear, RowParallelLinear
+    from distributed import transformer_engine
+
+    return transformer_engine.ColumnParallelLinear, transformer_engine.RowParallelLinear
+
+
 def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, device: torch.device) -> "ParallelViT":
     """Make the model parallel, in place, and return it: it holds this rank's part, and will draw on `device`.
 
@@ -99,10 +113,11 @@ def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, devic
     sp, regather = is_sequence_parallel(config, grid), config.sp_regather
     for block in model.blocks:
         attn, mlp = block.attn, block.mlp
-        attn.qkv = ColumnParallelLinear(attn.qkv, grid, sp, regather, parts=3)
-        attn.proj = RowParallelLinear(attn.proj, grid, sp)
-        mlp.fc1 = ColumnParallelLinear(mlp.fc1, grid, sp, regather)
-        mlp.fc2 = RowParallelLinear(mlp.fc2, grid, sp)
+        column, row = layers_like(attn.qkv)
+        attn.qkv = column(attn.qkv, grid, sp, regather, parts=3)
+        attn.proj = row(attn.proj, grid, sp)
+        mlp.fc1 = column(mlp.fc1, grid, sp, regather)
+        mlp.fc2 = row(mlp.fc2, grid, sp)
         attn.__class__ = ParallelAttention
         attn.num_tokens, attn.cp, attn.ulysses = shard.total, grid.get_group("cp"), config.cp_attention == "ulysses"
     model.__class__ = ParallelViT

@@ -1,6 +1,7 @@
 """The house: which way imports run, scripts that lint, a notebook that opens."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from utils.data.read_worker import START as READER_START
 FLOORS = [
     "networks utils.comm utils.config utils.device utils.ema utils.errors utils.files utils.loss utils.observers "
     "utils.spans utils.sphere",
-    "utils.compiler utils.metrics utils.optimizers utils.plots utils.ranks",
+    "utils.backend utils.compiler utils.metrics utils.optimizers utils.plots utils.ranks",
     "utils.checkpoint utils.data",
     "distributed utils.measure utils.prepare_data utils.record utils.sample_data",
     "utils.prepare_data.__main__ utils.run utils.sample_data.__main__",
@@ -108,7 +109,8 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
     assert shared() == before, name
 """
-    names = [name for name in rooms.modules(ROOT) if "__main__" not in name]
+    extras = () if importlib.util.find_spec("transformer_engine") else ("__main__", ".transformer_engine")
+    names = [name for name in rooms.modules(ROOT) if not name.endswith(("__main__", *extras))]
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "utils.ranks.start" in names, done.stderr
 

@@ -91,8 +91,8 @@ def devices(nproc: int) -> Iterator[Line]:
         yield Line(f"how they are connected:\n{table}")
 
 
-def attention_libraries() -> Iterator[Line]:
-    """Say which kernels of attention there are: PyTorch's own, with versions where it tells them, and packages."""
+def libraries() -> Iterator[Line]:
+    """Say which kernels of attention PyTorch has, with versions where it tells them, and which packages there are."""
     flash = getattr(torch.nn.attention, "list_flash_attention_impls", list)()  # newer versions of PyTorch
     own = "PyTorch's kernels: math"
     if torch.cuda.is_available():
@@ -106,6 +106,7 @@ def attention_libraries() -> Iterator[Line]:
     for package, module, what in (
         ("flash-attn", "flash_attn", "--attention flash_attn"),
         ("flash-attn-3", "flash_attn_interface", "FlashAttention-3, for Hopper GPUs; no flag takes it"),
+        ("transformer-engine", "transformer_engine", "--model_backend transformer-engine"),
     ):
         if importlib.util.find_spec(module):
             try:

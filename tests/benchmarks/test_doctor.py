@@ -15,7 +15,7 @@ import torch
 from benchmarks import doctor
 from benchmarks.doctor import memory, read_speed, storage, values
 from benchmarks.node import machine
-from benchmarks.node.machine import Line, attention_libraries, cores, cpu_list, limits, sizes, versions
+from benchmarks.node.machine import Line, cores, cpu_list, libraries, limits, sizes, versions
 from tests.helpers import ROOT, clean_environment, tiny_flags
 from utils.config.reader import load_config
 from utils.config.settings import Config
@@ -34,7 +34,7 @@ def weather(folder, *flags):
 
 def test_which_kernels_of_attention_there_are(monkeypatch):
     """On a GPU, too; a package that is there is named with its version."""
-    (own,) = map(str, attention_libraries())
+    (own,) = map(str, libraries())
     assert own.startswith("good    PyTorch's kernels: math")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -42,7 +42,7 @@ def test_which_kernels_of_attention_there_are(monkeypatch):
     monkeypatch.setattr(torch.nn.attention, "_get_flash_version", lambda: "2.7.4", raising=False)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name == "flash_attn")
     monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: {"flash-attn": "2.8.3"}[name])
-    own, package = map(str, attention_libraries())
+    own, package = map(str, libraries())
     assert "math, efficient, flash 2.7.4, cuDNN's (91002)" in own
     assert package == "good    package flash_attn 2.8.3: --attention flash_attn"
 

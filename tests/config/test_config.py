@@ -121,7 +121,7 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {enable_jit: 3}", [], ["enable_jit is 3", "true or false"]),
         ("base: {lr: .nan}", [], ["lr is nan"]),
         ("base: {optimizer: LAMB}", [], ["LAMB", "Adam"]),
-        ("base: {model_backend: transformer-engine}", [], ["not supported", "use pytorch"]),
+        ("base: {model_backend: tensorrt}", [], ["tensorrt", "pytorch, transformer-engine"]),
         ("base: {}", ["--data_loader_config", "daly"], ["pytorch, dali"]),
         ("base: {seed: 1.0e400}", [], ["seed is", "takes int"]),
         ("base: {data: {img_size: 3}}", [], ["unknown key 'data'"]),

@@ -1,7 +1,4 @@
-"""The command lines of both editions of the tutorial mean here what they mean there.
-
-Not those of `model_backend: transformer-engine`, which is not built.
-"""
+"""The command lines of both editions of the tutorial mean here what they mean there."""
 
 import shlex
 
@@ -11,6 +8,7 @@ from utils.config.reader import load_config
 
 CHAPTERS = {"submit_pm.sh": 1, "submit_pm_dp.sh": 1, "submit_pm_mp.sh": 2}
 DALI = "--num_data_workers 8 --data_loader_config=dali"
+ENGINE = {"model_backend": "transformer-engine", "embed_dim": 1024}
 # The command from the script's name on, and what it sets.
 COMMANDS = {
     # One GPU.
@@ -40,6 +38,10 @@ COMMANDS = {
     },
     "submit_pm_mp.sh --config=mp_bs32 --tensor_parallel=2": {"global_batch_size": 32},
     "submit_pm_mp.sh --config=mp_bs32_short --tensor_parallel=2": {"num_iters": 128, "global_batch_size": 32},
+    "submit_pm_mp.sh --config=mp_te --tensor_parallel=4": {**ENGINE, "global_batch_size": 64, "amp_mode": "fp16"},
+    "submit_pm_mp.sh --config=mp_te_short --tensor_parallel=2 --amp_mode=bf16": {**ENGINE, "num_iters": 128},
+    "submit_pm_mp.sh --config=mp_bs32_te --tensor_parallel=2": {**ENGINE, "global_batch_size": 32, "lr": 7.07e-4},
+    "submit_pm_mp.sh --config=mp_bs32_te_short --tensor_parallel=2": {**ENGINE, "limit_nsamples": 2048},
 }
 
 

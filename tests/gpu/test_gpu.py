@@ -59,6 +59,21 @@ def test_the_gpu_follows_the_cpu(tiny, flags):
     np.testing.assert_allclose(gpu, cpu, rtol=1e-4)
 
 
+@pytest.mark.parametrize("flags", [[], ["--fp8"]], ids=lambda flags: " ".join(flags) or "16 bits")
+def test_transformer_engine_follows_pytorch(tiny, device, flags):
+    """And a run goes on with the other. The tiny model is widened: products of 8 bits take multiples of 16."""
+    pytest.importorskip("transformer_engine.pytorch")
+    if flags and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("this GPU has no products of 8 bits")
+    wide = ("--amp_mode", "bf16", "--embed_dim", "64", "--checkpoint_every", "3", "--keep_checkpoints", "9")
+    plain = losses(run_here(on_gpu(tiny, *wide)))
+    engine = on_gpu(tiny, *wide, "--model_backend", "transformer-engine", *flags, "--run_num", "engine")
+    folder = run_here(engine)
+    np.testing.assert_allclose(losses(folder), plain, rtol=0.05 if flags else 0.01)
+    again = on_gpu(tiny, *wide, "--run_num", "engine", "--resume", str(folder / "checkpoints/00000003"))
+    np.testing.assert_allclose(losses(run_here(again)), plain, rtol=0.05 if flags else 0.01)
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -232,6 +232,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         ("--profile torch", config.profile != "none", ("profile_steps", "profile_ranks", "profile_stacks")),
         ("--loss weighted", config.loss == "weighted", ("loss_channels", "loss_levels", "loss_latitude")),
         ("--optimizer AdamW", config.optimizer == "AdamW", ("weight_decay",)),
+        ("--model_backend transformer-engine", config.model_backend != "pytorch", ("fp8",)),
         ("--rollout_steps", config.rollout_steps != FIELDS["rollout_steps"].default, ("rollout_from",)),
     ):
         changed = (name for name in names if getattr(config, name) != FIELDS[name].default)
@@ -249,8 +250,6 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     remarks += _check_rollout(config)
     if config.time_limit is not None and config.checkpoint_every is None:
         raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")
-    if config.model_backend == "transformer-engine":
-        raise ValueError("model_backend transformer-engine is not supported: use pytorch, with --amp_mode bf16")
     if len(config.img_size) != 2:
         raise ValueError(f"img_size is {list(config.img_size)}: it takes two numbers, rows and columns")
     for name in ("dropout", "drop_path"):

@@ -219,7 +219,10 @@ class Keys:
         rule=module_options, mapping=texts_of_options,
     )  # fmt: skip
     compile_mode: str = key("default", "mode of torch.compile", "machine", choices=COMPILE_MODES)
-    model_backend: str = key("pytorch", "layers of the model", "run", choices=("pytorch", "transformer-engine"))
+    model_backend: str = key(
+        "pytorch", "layers of the blocks: PyTorch's, or NVIDIA's", "machine", choices=("pytorch", "transformer-engine")
+    )
+    fp8: bool = key(False, "products of 8 bits in layers of Transformer Engine (Hopper, Ada)", "machine")
 
     # Memory
     activation_checkpoint: str = key(

@@ -3,6 +3,7 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.backend import check_backend
 from utils.compiler import check_compiler
 from utils.config.settings import Config
 from utils.device import allow_tf32, pick_device
@@ -14,6 +15,7 @@ from utils.record.mlflow_board import check_tracker
 def prepare(config: Config, local_rank: int) -> torch.device:
     """Return this rank's device, set up. Raises ValueError for what it cannot do."""
     device = pick_device(config.device, local_rank, config.expandable_segments)
+    check_backend(config, device)
     check_compiler(config, device)
     check_optimizer(config)
     check_tracker(config.tracker)

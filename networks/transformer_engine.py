@@ -26,10 +26,8 @@ class Linear(te.Linear):
         return_bias: give [.., out] without the bias, and the bias beside it.
     """
 
-    get_extra_state, set_extra_state = (
-        nn.Module.get_extra_state,
-        nn.Module.set_extra_state,
-    )  # none: the same checkpoints
+    # The package's own would be in checkpoints, and PyTorch's layers have none.
+    get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
     def __init__(self, weight: Tensor, bias: Tensor, fp8: bool, return_bias: bool = False):
         out, in_features = weight.shape
@@ -51,7 +49,7 @@ class Linear(te.Linear):
 class LayerNorm(te.LayerNorm):
     """A layer norm with the weights of another."""
 
-    get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+    get_extra_state, set_extra_state = Linear.get_extra_state, Linear.set_extra_state
 
     def __init__(self, serial: nn.LayerNorm):
         super().__init__(serial.normalized_shape, eps=serial.eps, dtype=serial.weight.dtype, device="meta")

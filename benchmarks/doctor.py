@@ -5,7 +5,7 @@
 
 In a job's script this looks at the first of its nodes: versions, devices, cores and threads, limits, storage, the data,
 and the memory that the chosen section needs; what ranks send to each other it measures over all nodes. Takes a minute
-or two, and changes nothing. --json FILE keeps it all.
+or two, and changes nothing. --json FILE keeps it all, and draws beside it how the devices are connected.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import torch  # noqa: E402
 import train  # noqa: E402
 from benchmarks.harness.call import all_devices, call, check_place, end_on_signals, launch, reason, spread, stay_on  # noqa: E402
 from benchmarks.harness.record import write_record  # noqa: E402
-from benchmarks.node.machine import Line, cores, devices, host_memory, libraries, limits, sizes, versions  # noqa: E402
+from benchmarks.node.machine import Line, connections, cores, devices, host_memory, libraries, limits, sizes, versions  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
 from utils.config.reader import load_config  # noqa: E402
 from utils.config.settings import Config  # noqa: E402
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> None:
 
     show("Versions", versions())
     _, here = spread(args.nproc)
-    show("Devices", [*devices(here), *libraries()])
+    show("Devices", [*devices(here), *connections(config, dp, here, args.json), *libraries()])
     show("Cores", cores(config, here))
     show("Sizes", sizes(config))
     found: dict = {}

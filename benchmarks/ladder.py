@@ -63,6 +63,7 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
         return {"skipped": f"{samples} samples are less than {LEAST} batches of {rung.batch}"}
     shutil.rmtree(folder, ignore_errors=True)
     command, env = launch(rung.script, rung.ranks)
+    env |= dict(text.split("=", 1) for text in rung.env)
     epoch = [f"--limit_nsamples={iterations * rung.batch}", f"--limit_nsamples_val={rung.batch}"]
     size = ["--local_batch_size=None", f"--global_batch_size={rung.batch}", f"--num_iters={EPOCHS * iterations}"]
     more = ["--checkpoint_every=None", "--time_limit=None", "--resume=none", "--tracker=none", "--profile=none"]

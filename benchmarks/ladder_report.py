@@ -29,6 +29,7 @@ TITLES = {
     "strong scaling": "Strong scaling: one batch, shared out",
     "data parallel": "Data parallelism",
     "model parallel": "Model parallelism: the same model and batch",
+    "links": "Without links between GPUs: all goes through the host's memory",
 }
 HEAD = ["rung", "samples/s", "gain", "over", "range", "memory GiB", "MFU", "data wait", "compile s", "loss change"]
 Row = dict[str, Any]

@@ -16,6 +16,8 @@ import psutil
 import torch
 import torch.nn.attention
 
+from benchmarks.node.topology import find_topology, picture
+from utils.comm import rank_groups
 from utils.config.settings import Config
 from utils.data.dataset import WeatherData
 from utils.device import cores_in_reach, has_bf16
@@ -86,9 +88,20 @@ def devices(nproc: int) -> Iterator[Line]:
         yield Line(name, busy)
         if not has_bf16(torch.device("cuda", i)):
             yield Line(f"GPU {i} has no bf16", "use --amp_mode fp16")
-    if shutil.which("nvidia-smi"):
-        table = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout.rstrip()
-        yield Line(f"how they are connected:\n{table}")
+
+
+def connections(config: Config, dp: int, here: int, record: Path | None) -> Iterator[Line]:
+    """Say how the GPUs are connected, or NUMA nodes; beside a record this is drawn, with tensor parallel groups."""
+    topology = find_topology()
+    if topology is None:
+        return
+    yield Line(f"how they are connected:\n{topology.text}")
+    if record:
+        sizes = {"dp": dp, "tp": config.tensor_parallel, "cp": config.context_parallel, "pp": 1}
+        groups = [ranks for ranks in rank_groups(sizes, config.parallel_order, "tp") if max(ranks) < here]
+        path = record.with_suffix(".png")
+        picture(topology, groups).savefig(path)
+        yield Line(f"drawn in {path}")
 
 
 def libraries() -> Iterator[Line]:

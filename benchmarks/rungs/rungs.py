@@ -17,6 +17,7 @@ class Rung:
         flags: on top of the configuration's.
         batch: samples of a step, over all ranks.
         needs: of the machine, a key of MISSING, or a number of GPUs: `2 GPUs`.
+        env: what is set in its environment: `NAME=value`.
     """
 
     table: str
@@ -27,6 +28,7 @@ class Rung:
     script: str = "train.py"
     ranks: int = 1
     needs: str | None = None
+    env: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -105,7 +107,8 @@ def all_rungs(nproc: int, batch: int, patch_size: int = 8) -> list[Rung]:
     rungs += [graphs, Rung("alone", "twice the batch", PLAIN, 2 * batch, "steps: baseline")]
     if nproc == 1:
         return [*rungs, Rung("weak scaling", "2 ranks", flags, 2 * batch, ranks=2, needs="more ranks")]
-    return [*rungs, *_scaling(nproc, batch, flags), *_data_parallel(nproc, batch, flags), *_grids(nproc, batch, flags)]
+    tables = (_scaling, _data_parallel, _grids, _links)
+    return [*rungs, *(rung for table in tables for rung in table(nproc, batch, flags))]
 
 
 def _scaling(nproc: int, batch: int, flags: tuple[str, ...]) -> Iterator[Rung]:
@@ -150,6 +153,15 @@ def _grids(nproc: int, batch: int, flags: tuple[str, ...]) -> Iterator[Rung]:
     ):
         needs = "4 ranks" if name.startswith(both) and nproc % 4 else None
         yield Rung(table, name, (*flags, *more), batch, f"{table}: {below}", script, nproc, needs)
+
+
+def _links(nproc: int, batch: int, flags: tuple[str, ...]) -> Iterator[Rung]:
+    """What links between the GPUs of a node are worth: without them, NCCL and RCCL go through the host's memory."""
+    off = {"needs": f"{nproc} GPUs", "env": ("NCCL_P2P_DISABLE=1",)}
+    ddp, tp = f"weak scaling: {nproc} ranks", f"model parallel: tp {nproc}"
+    yield Rung("links", f"{nproc} ranks, no peer to peer", flags, batch * nproc, ddp, ranks=nproc, **off)
+    flags = (*flags, f"--tensor_parallel={nproc}")
+    yield Rung("links", f"tp {nproc}, no peer to peer", flags, batch, tp, "train_mp.py", nproc, **off)
 
 
 def chosen(rungs: list[Rung], names: list[str] | None) -> list[Rung]:

@@ -54,7 +54,7 @@ def standard_error(rungs: list[Rung], runs: Runs) -> float | None:
     """
     logarithms, rounds = [], 0
     for one, other in itertools.combinations(rungs, 2):
-        if all(getattr(one, name) == getattr(other, name) for name in ("script", "flags", "batch", "ranks")):
+        if all(getattr(one, name) == getattr(other, name) for name in ("script", "flags", "env", "batch", "ranks")):
             ratios = gains(runs, one, other)
             logarithms += map(math.log, ratios)
             rounds = max(rounds, len(ratios))
@@ -90,8 +90,8 @@ def evaluate(rungs: list[Rung], runs: Runs) -> list[dict[str, Any]]:
     rows = []
     for rung in rungs:
         results = runs.of(rung)
-        row = {"table": rung.table, "name": rung.name, "ranks": rung.ranks, "batch": rung.batch, "script": rung.script}
-        row["flags"] = " ".join(rung.flags)
+        row = {"table": rung.table, "name": rung.name, "ranks": rung.ranks, "batch": rung.batch}
+        row |= {"script": " ".join((*rung.env, rung.script)), "flags": " ".join(rung.flags)}
         if reason_why := why_not(results):
             rows.append(row | {"without": reason_why})
             continue

@@ -255,6 +255,30 @@ def test_data_parallel_needs_the_gpus_of_one_node(monkeypatch):
         assert lacks(needs) == missing
 
 
+def test_links_are_switched_off_by_the_environment(tmp_path, monkeypatch, runs):
+    """Those of DDP and of tensor parallelism; a run with other links is another command, not noise."""
+    rungs = [rung for rung in RUNGS if rung.table == "links"]
+    by_key = {rung.key: rung for rung in RUNGS}
+    assert [rung.below for rung in rungs] == ["weak scaling: 4 ranks", "model parallel: tp 4"]
+    for rung in rungs:
+        below = by_key[rung.below]
+        assert (rung.flags, rung.script, rung.batch, rung.ranks) == (below.flags, below.script, below.batch, 4)
+        assert lacks(rung.needs, rung.ranks) == f"needs 4 GPUs, and here are {ladder.torch.cuda.device_count()}"
+    told = []
+    monkeypatch.setattr(ladder, "lacks", lambda *_: None)
+    monkeypatch.setattr(ladder, "call", lambda command, env, limit: told.append(env) or (1, "", "a.py: error: no"))
+    for rung in (*rungs, by_key["weak scaling: 4 ranks"]):
+        ladder.run(rung, [], 5, 999, tmp_path / "runs", 1)
+    assert [env.get("NCCL_P2P_DISABLE") for env in told] == ["1", "1", None]
+    pair = rungs[0], by_key[rungs[0].below]
+    for number in range(3):
+        for speed, rung in zip((5.0, 10.0), pair):
+            runs.add(rung, number, result(speed))
+    assert standard_error(list(pair), runs) is None
+    (row,) = [row for row in evaluate(RUNGS, runs) if row["table"] == "links" and "without" not in row]
+    assert row["script"] == "NCCL_P2P_DISABLE=1 train.py" and row["gain"] == 0.5
+
+
 @pytest.mark.slow
 def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, capsys):
     flags = [*tiny_flags(tiny)[:6], "--global_batch_size=4"]

@@ -96,6 +96,7 @@ figures: demo
 	cp runs/demo/1GPU/00/evaluation/pictures/spectra_vor_upper.png docs/figures/demo_spectra.png
 	$(PYTHON) docs/example_logs/make.py
 	$(PYTHON) docs/figures/trace.py
+	$(PYTHON) docs/figures/ranks.py
 	$(PYTHON) docs/figures/tensorboard.py
 
 benchmark: data/demo $(TOOLS)

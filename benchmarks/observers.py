@@ -22,6 +22,7 @@ from benchmarks.harness.bench import Bench
 from benchmarks.harness.data import PLAIN
 from benchmarks.harness.record import write_record
 from utils.device import synchronize
+from utils.measure.first_profile import use_profiler_once
 from utils.measure.machine import SystemWatch
 from utils.measure.step_profile import StepProfiler
 from utils.ranks.start import join
@@ -75,6 +76,7 @@ def measure(bench: Bench) -> dict[str, list[float]]:
         found["report_overhead"].append(seconds[True] / seconds[False] - 1)
     found["span_us"] = [seconds * 1e6 / 10000 for seconds in timeit.repeat(empty_span, number=10000, repeat=5)]
     known = {"weights": list(bench.model.parameters())}
+    use_profiler_once(bench.device)
     for _ in range(3):
         profiler = StepProfiler(bench.device, lambda: known, None)
         begin = time.perf_counter()

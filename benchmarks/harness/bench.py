@@ -19,6 +19,7 @@ from utils.data.fields import Fields
 from utils.data.loss_weights import distance
 from utils.data.token_shard import TokenShard
 from utils.device import synchronize
+from utils.measure.first_profile import use_profiler_once
 from utils.optimizers import kept_of
 from utils.run.setup import prepare
 
@@ -118,6 +119,7 @@ class Bench:
     def kernels(self, count: int = 8) -> list[dict]:
         """Return the operations that take longest: name, share of the step's time on the device, calls a step."""
         on_gpu = self.device.type == "cuda"
+        use_profiler_once(self.device)
         with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
             for _ in range(3):
                 self.run_step()

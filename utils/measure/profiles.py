@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.profiler import profile
 
 from utils.device import synchronize
 from utils.errors import Ended, Refused, harmless
 from utils.measure.costs import RunCosts
+from utils.measure.first_profile import use_profiler_once
 from utils.measure.layers import Layer
 from utils.measure.module_times import ObserverTimes
-from utils.measure.step_profile import StepProfiler, activities
+from utils.measure.step_profile import StepProfiler
 from utils.measure.traces import TorchProfile
 from utils.observers import EpochRecord, Observer
 from utils.spans import span
@@ -41,10 +41,9 @@ class Profiles(Observer):
         # Recorded steps are other steps: where the run is long enough, one of those.
         left = config.num_iters - run.iteration
         self.earliest = config.graph_warmup + 1 if left > config.graph_warmup + 1 else 1
-        if self.device.type == "cuda" and (config.report or config.profile == "torch"):
-            # A graph that is recorded before the profiler first runs may crash under it (pytorch issue 75504).
-            with harmless("the profiler"), profile(activities=activities(self.device)):
-                pass
+        if config.report or config.profile == "torch":
+            with harmless("the profiler"):
+                use_profiler_once(self.device)
         if config.report:
             layers = self.layers() if "model" in config.report else []
             self.costs = RunCosts(run.job, run.state.model, layers, run.iteration, run.logger)

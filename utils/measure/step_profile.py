@@ -69,7 +69,6 @@ class StepProfiler:
         return self.profiler is not None
 
     def start(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it prints its own steps
         synchronize(self.device)
         self.before = storages(self.known(), self.device)
         profiler = profile(activities=activities(self.device), profile_memory=True, acc_events=True)

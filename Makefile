@@ -83,7 +83,7 @@ docs: $(READY)
 
 # The pages' pictures: what `make demo` drew last, the grid, the mappings, the roofline, the loader's speed, example
 # runs, and TensorBoard, which needs Chromium.
-figures: demo
+figures: demo $(TOOLS)
 	$(PYTHON) docs/figures/draw.py
 	$(PYTHON) docs/figures/vit.py
 	$(PYTHON) docs/figures/rooms.py

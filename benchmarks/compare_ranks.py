@@ -13,9 +13,13 @@ import csv
 import gzip
 import json
 import logging
+import math
+import re
 import statistics
 import sys
 import tempfile
+import warnings
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,26 +29,47 @@ from matplotlib.figure import Figure
 
 COMPUTE, SEND = 7, 20  # streams, as HTA calls them
 NCCL = "ncclDevKernel"  # how the names of NCCL's kernels begin, by which HTA knows them
-LATE = 0.6  # of what the others wait: who waits less is late
+LATE = 0.6  # of what the others wait: who waits less is late,
+MATTERS = 0.05  # where that is as much of a step
+TOGETHER = 600  # seconds: ranks of one run write their traces within
 COLUMNS = ("computing", "only sending", "idle")  # shares of a step
 COLOURS = ("#1b6b93", "#e08e45", "#e5e5e5")
 Event = dict[str, Any]
 
 
-def read_traces(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the newest trace of each rank. Raises ValueError where there are less than two, or one cannot be read."""
-    paths = {}
+def newest_traces(folder: Path) -> dict[int, Path]:
+    """Return the file of each rank of the run that recorded last. Raises ValueError where one is missing."""
+    paths: dict[int, Path] = {}
     for path in sorted(folder.glob("rank*.pt.trace.json.gz"), key=lambda path: path.stat().st_mtime):
-        paths[int(path.name.split(".")[0].removeprefix("rank"))] = path
-    if len(paths) < 2:
-        raise ValueError(
-            f"{folder} has the traces of {len(paths)} rank(s), and two are needed: train on several with "
-            f"--profile torch --profile_ranks all, and give the run's folder"
-        )
+        if match := re.match(r"rank(\d+)\.", path.name):
+            paths.pop(int(match[1]), None)
+            paths[int(match[1])] = path
+    advice = "train on several with --profile torch --profile_ranks all, and give the run's folder"
+    if not paths:
+        raise ValueError(f"{folder} has no traces: {advice}")
+    size = read_trace([*paths.values()][-1]).get("distributedInfo", {}).get("world_size", 1)
+    missing = [rank for rank in range(size) if rank not in paths]
+    if missing or size < 2:
+        lacks = f"rank {missing[0]} has none in {folder}" if missing else "two are needed"
+        raise ValueError(f"the newest trace is of a run of {size} rank(s), and {lacks}: {advice}")
+    found = {rank: paths[rank] for rank in range(size)}
+    times = [path.stat().st_mtime for path in found.values()]
+    if max(times) - min(times) > TOGETHER:
+        early = min(found, key=lambda rank: found[rank].stat().st_mtime)
+        raise ValueError(f"{found[early].name} was written long before the others, by another run: record all anew")
+    return found
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """Return what torch.profiler wrote. Raises ValueError where it is no trace."""
     try:
-        return {rank: json.loads(gzip.decompress(path.read_bytes())) for rank, path in sorted(paths.items())}
-    except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"a trace in {folder} cannot be read ({error}): record it anew") from None
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        if isinstance(trace, dict) and isinstance(trace.get("traceEvents"), list):
+            return trace
+        why = "no traceEvents"
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        why = str(error)
+    raise ValueError(f"{path} cannot be read as a trace ({why}): record it anew")
 
 
 def kernels(events: Iterable[Event]) -> Iterator[tuple[str, int, float, float]]:
@@ -77,12 +102,14 @@ def as_gpu(events: list[Event]) -> list[Event]:
     return events + made
 
 
-def compare(traces: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+def compare(paths: dict[int, Path]) -> list[dict[str, Any]]:
     """Return a row for each rank: shares of a step, of its sending what is hidden, and whether it is late.
 
     A collective ends when the last rank has come to it, so a rank that is late waits for nobody: it is taken for late
     where it only sends for less than LATE of the others' median. (HTA's own search looks at one collective, and on two
     cores it named others than the one that we had made late.)
+
+    Raises ValueError where a trace is none or has no kernels, or HTA is not installed.
     """
     try:
         from hta.trace_analysis import TraceAnalysis
@@ -92,27 +119,31 @@ def compare(traces: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
             "`pip install pandas plotly`"
         ) from None
     logging.disable(logging.WARNING)  # it tells of each file
-    with tempfile.TemporaryDirectory() as folder:
-        for rank, trace in traces.items():
-            text = json.dumps(trace | {"traceEvents": as_gpu(trace["traceEvents"])})
-            Path(folder, f"rank{rank}.json.gz").write_bytes(gzip.compress(text.encode(), 1))
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it divides by the time of sending, which may be none
+        for rank, path in paths.items():
+            trace = read_trace(path)
+            trace["traceEvents"] = as_gpu(trace["traceEvents"])
+            if not any(event.get("cat") == "kernel" for event in trace["traceEvents"]):
+                raise ValueError(f"{path} has nothing that computes or sends: record a step, with --profile torch")
+            Path(folder, f"rank{rank}.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode(), 1))
         analysis = TraceAnalysis(trace_dir=folder)
-    shares = analysis.get_temporal_breakdown(visualize=False).set_index("rank")
-    hidden = analysis.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
+        shares = analysis.get_temporal_breakdown(visualize=False).set_index("rank")
+        hidden = analysis.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
     kinds = dict(zip(COLUMNS, ("compute_time_pctg", "non_compute_time_pctg", "idle_time_pctg")))
     rows = [
         {"rank": rank}
         | {kind: float(shares.loc[rank, name]) / 100 for kind, name in kinds.items()}
-        | {"of sending hidden": float(hidden[rank]) / 100}
-        for rank in traces
+        | {"of sending hidden": None if math.isnan(hidden[rank]) else float(hidden[rank]) / 100}
+        for rank in paths
     ]
     return [row | {"late": is_late(row, rows)} for row in rows]
 
 
 def is_late(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
-    """Whether the others wait for this rank."""
+    """Whether the others wait for this rank, and long enough to matter."""
     others = statistics.median(other["only sending"] for other in rows if other is not row)
-    return row["only sending"] < LATE * others
+    return row["only sending"] < min(LATE * others, others - MATTERS)
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -120,9 +151,9 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     heads = [name for name in rows[0] if name != "late"]
     yield "  ".join(heads)
     for row in rows:
-        cells = [str(row["rank"]), *(f"{row[name]:.0%}" for name in heads[1:])]
+        cells = [str(row["rank"]), *("-" if row[name] is None else f"{row[name]:.0%}" for name in heads[1:])]
         told = "  ".join(cell.rjust(len(head)) for cell, head in zip(cells, heads))
-        yield told + "   late: the others wait for it" * row["late"]
+        yield told + "   late, if it is so again: the others wait for it" * row["late"]
 
 
 def draw(axes, rows: list[dict[str, Any]], title: str) -> None:
@@ -156,13 +187,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     args = parser.parse_args(argv)
     folder = args.run / "profile" if (args.run / "profile").is_dir() else args.run
-    rows = compare(read_traces(folder))
+    rows = compare(newest_traces(folder))
     print("\n".join(table(rows)))
     with (folder / "ranks.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    picture({"Shares of a step (*: late, the others wait for it)": rows}).savefig(folder / "ranks.png", dpi=120)
+    title = "Shares of a step (*: late, if it is so again: the others wait for it)"
+    picture({title: rows}).savefig(folder / "ranks.png", dpi=120)
     print(f"Written: {folder / 'ranks.csv'}, {folder / 'ranks.png'}")
 
 

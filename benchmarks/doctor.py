@@ -11,6 +11,7 @@ or two, and changes nothing. --json FILE keeps it all, and draws beside it how t
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -217,7 +218,7 @@ def main(argv: list[str]) -> None:
 
     show("Versions", versions())
     _, here = spread(args.nproc)
-    show("Devices", [*devices(here), *connections(config, dp, here, args.json), *libraries()])
+    show("Devices", itertools.chain(devices(here), connections(config, dp, here, args.json), libraries()))
     show("Cores", cores(config, here))
     show("Sizes", sizes(config))
     found: dict = {}
@@ -237,7 +238,7 @@ def main(argv: list[str]) -> None:
         # A step computes three times the forward pass's operations.
         with torch.device("meta"):
             flops = train.build_model(dataclasses.replace(config, init_from=None), data.fields).flops()
-        peak, source = peak_flops(device, config.amp_mode, config.tf32)
+        peak, source = peak_flops(device, config.amp_mode, config.tf32, config.in_8_bits)
         needed = args.nproc * samples_needed(config, peak, flops)
         print(f"\n(A step is taken to reach {MFU:.0%} of {peak / 1e12:.3g} TFLOP/s a rank: {source})")
         show("Data", values(data))

@@ -17,7 +17,7 @@ class ColumnParallelLinear(Linear):
     sliced = {"weight": 0, "bias": 0}
 
     def __init__(self, serial: Linear, grid: Grid, over_tokens: bool, regather: bool = False, parts: int = 1):
-        super().__init__(shard_rows(serial.weight, grid, parts), shard_rows(serial.bias, grid, parts), serial.fp8)
+        super().__init__(shard_rows(serial.weight, grid, parts), shard_rows(serial.bias, grid, parts), serial.in_8_bits)
         self.ranks, self.over_tokens = grid.get_group("tp"), over_tokens  # te.Linear has tp_group, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class RowParallelLinear(Linear):
 
     def __init__(self, serial: Linear, grid: Grid, over_tokens: bool):
         is_whole = grid.get_size("tp") == 1
-        super().__init__(shard_columns(serial.weight, grid), serial.bias, serial.fp8, return_bias=not is_whole)
+        super().__init__(shard_columns(serial.weight, grid), serial.bias, serial.in_8_bits, return_bias=not is_whole)
         self.ranks, self.over_tokens, self.is_whole = grid.get_group("tp"), over_tokens, is_whole
 
     def forward(self, x: Tensor) -> Tensor:

@@ -33,13 +33,13 @@ class Linear(te.Linear):
         out, in_features = weight.shape
         super().__init__(in_features, out, return_bias=return_bias, params_dtype=weight.dtype, device="meta")
         self.weight, self.bias = nn.Parameter(weight.detach()), nn.Parameter(bias.detach())
-        self.fp8 = fp8
+        self.in_8_bits = fp8  # `fp8` is the package's own, and follows its context
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         tokens, rows = x.shape[:-1], x.flatten(0, -2).contiguous()
-        padding = -len(rows) % ROWS if self.fp8 else 0
+        padding = -len(rows) % ROWS if self.in_8_bits else 0
         # Here, not around the model: what the backward pass computes once more is then the same.
-        with eight_bits(self.fp8, False, RECIPE):
+        with eight_bits(self.in_8_bits, False, RECIPE):
             y = super().forward(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
         y, *bias = y if isinstance(y, tuple) else (y,)
         y = y[: len(rows)].unflatten(0, tokens)

@@ -18,7 +18,7 @@ def check_backend(config: Config, device: torch.device) -> None:
     try:
         import transformer_engine.pytorch  # noqa: F401
         from transformer_engine.common.recipe import Float8CurrentScaling  # noqa: F401 - of release 2.2
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # it asserts that its parts fit
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{asked} needs the package transformer_engine, 2.2 or newer ({why}): `pip install --no-build-isolation "
@@ -26,6 +26,8 @@ def check_backend(config: Config, device: torch.device) -> None:
         ) from None
     if config.enable_jit:
         raise ValueError(f"{asked} has kernels of its own, which enable_jit cannot compile: add --no_enable_jit")
+    if config.amp_mode == "none" and not config.tf32:
+        raise ValueError(f"{asked} rounds products of float32 to TF32, which no_tf32 forbids: add --tf32, or {instead}")
     if not config.fp8:
         return
     if config.amp_mode == "none":

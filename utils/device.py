@@ -11,18 +11,18 @@ from pathlib import Path
 
 import torch
 
-# Dense peaks of one device in TFLOP/s, from the makers' datasheets: (float32, TF32, bfloat16 and float16).
+# Dense peaks of one device in TFLOP/s, from the makers' datasheets: (float32, TF32, bfloat16 and float16, FP8).
 DATASHEET_TFLOPS = {
-    "A100": (19.5, 156, 312),
-    "H100 PCIe": (51, 378, 756),
-    "H100 NVL": (60, 418, 835),
-    "H100": (67, 495, 989),
-    "H200 NVL": (60, 418, 835),
-    "H200": (67, 495, 989),
-    "GH200": (67, 495, 990),
-    "A10": (31.2, 62.5, 125),
-    "L40S": (91.6, 183, 362),
-    "V100": (15.7, 15.7, 125),
+    "A100": (19.5, 156, 312, None),
+    "H100 PCIe": (51, 378, 756, 1513),
+    "H100 NVL": (60, 418, 835, 1671),
+    "H100": (67, 495, 989, 1979),
+    "H200 NVL": (60, 418, 835, 1671),
+    "H200": (67, 495, 989, 1979),
+    "GH200": (67, 495, 990, 1979),
+    "A10": (31.2, 62.5, 125, None),
+    "L40S": (91.6, 183, 362, 733),
+    "V100": (15.7, 15.7, 125, None),
 }
 EXPANDABLE = "expandable_segments:True"
 
@@ -78,19 +78,25 @@ def allow_tf32(allowed: bool) -> None:
         torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
-def peak_flops(device: torch.device, amp_mode: str, tf32: bool) -> tuple[float, str]:
-    """Return the dense matmul peak of one device in FLOP/s, for the dtype in use, and where the figure is from."""
+def peak_flops(device: torch.device, amp_mode: str, tf32: bool, fp8: bool = False) -> tuple[float, str]:
+    """Return the dense matmul peak of one device in FLOP/s, for the dtype in use, and where the figure is from.
+
+    With `fp8` that of products of 8 bits, which most are, where a datasheet has it.
+    """
     dtype = {"none": torch.get_default_dtype(), "fp16": torch.float16, "bf16": torch.bfloat16}[amp_mode]
     if device.type == "cuda":
         known = known_device(torch.cuda.get_device_name(device))
         if known and dtype != torch.float64:
             column = 2 if dtype != torch.float32 else int(tf32)
+            if fp8 and DATASHEET_TFLOPS[known][3]:
+                return DATASHEET_TFLOPS[known][3] * 1e12, f"datasheet, {known}, FP8"
             return DATASHEET_TFLOPS[known][column] * 1e12, f"datasheet, {known}"
     speed = measured_peak(device, dtype)
     if device.type == "cuda":  # its matrices are no memory of the run
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return speed, f"measured matmul, {str(dtype).removeprefix('torch.')}"
+    passed = "; those of 8 bits may pass it" * fp8
+    return speed, f"measured matmul, {str(dtype).removeprefix('torch.')}{passed}"
 
 
 def known_device(name: str) -> str | None:

@@ -92,7 +92,7 @@ def devices(nproc: int) -> Iterator[Line]:
 
 def connections(config: Config, dp: int, here: int, record: Path | None) -> Iterator[Line]:
     """Say how the GPUs are connected, or NUMA nodes; beside a record this is drawn, with tensor parallel groups."""
-    topology = find_topology()
+    topology = find_topology("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
     if topology is None:
         return
     yield Line(f"how they are connected:\n{topology.text}")
@@ -100,6 +100,7 @@ def connections(config: Config, dp: int, here: int, record: Path | None) -> Iter
         sizes = {"dp": dp, "tp": config.tensor_parallel, "cp": config.context_parallel, "pp": 1}
         groups = [ranks for ranks in rank_groups(sizes, config.parallel_order, "tp") if max(ranks) < here]
         path = record.with_suffix(".png")
+        path.parent.mkdir(parents=True, exist_ok=True)
         picture(topology, groups).savefig(path)
         yield Line(f"drawn in {path}")
 

@@ -1,5 +1,6 @@
 """How the devices of a node are connected: a table that the vendor's tool prints, and a picture of it (doctor.py)."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 NODES = Path("/sys/devices/system/node")
-TOOLS = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopotype"))
+# Each with the variables that choose from what it prints (CUDA's programming guide; ROCm, GPU isolation techniques).
+TOOLS = {
+    ("nvidia-smi", "topo", "-m"): [["CUDA_VISIBLE_DEVICES"]],
+    ("rocm-smi", "--showtopotype"): [["ROCR_VISIBLE_DEVICES"], ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]],
+}
 # Words of both vendors' tables, from near to far. (NVIDIA's legend: `nvidia-smi topo -m`.)
 LINKS = {
     "NV": "NVLink; the number counts the links",
@@ -33,16 +38,37 @@ class Topology(NamedTuple):
     names: list[str]
     links: list[list[str]]
     text: str
+    are_ranks: bool = False  # whether the i-th is the GPU of the node's i-th rank
 
 
-def find_topology() -> Topology | None:
-    """Return that of the GPUs, without GPUs that of the NUMA nodes; None where there are less than two."""
-    for tool in TOOLS:
-        if shutil.which(tool[0]):
+def find_topology(device_type: str) -> Topology | None:
+    """Return that of the GPUs, for a CPU or without GPUs that of the NUMA nodes; None where there are less than two."""
+    for tool, variables in TOOLS.items():
+        if device_type == "cuda" and shutil.which(tool[0]):
             text = subprocess.run(tool, capture_output=True, text=True).stdout.rstrip()
             if found := read_table(text):
-                return found
+                return of_ranks(found, variables)
     return numa_nodes(NODES)
+
+
+def of_ranks(topology: Topology, variables: Sequence[Sequence[str]]) -> Topology:
+    """Return the part that a process sees. The tools print all GPUs of a node, or all that the job has.
+
+    Args:
+        variables: of the environment: lists of numbers, each among those that the one before it left. Of several in one
+            place the first counts that is set. Where one has names instead (UUIDs), all is returned, and nobody knows
+            which rank has which GPU.
+    """
+    seen = list(range(len(topology.names)))
+    for alternatives in variables:
+        listed = next((os.environ[name] for name in alternatives if name in os.environ), None)
+        if listed is not None:
+            words = listed.replace(" ", "").split(",")
+            if not all(word.isdigit() and int(word) < len(seen) for word in words):
+                return topology
+            seen = [seen[int(word)] for word in words]
+    links = [[topology.links[i][j] for j in seen] for i in seen]
+    return Topology([topology.names[i] for i in seen], links, topology.text, are_ranks=True)
 
 
 def read_table(text: str) -> Topology | None:
@@ -80,7 +106,7 @@ def farness(word: str) -> float | None:
 def picture(topology: Topology, groups: Sequence[Sequence[int]]) -> Figure:
     """Return a matrix of the devices, the darker the nearer; frames are around two GPUs that are in one group."""
     n = len(topology.names)
-    groups = [ranks for ranks in groups if len(ranks) > 1] if topology.names[0].startswith("GPU") else []
+    groups = [ranks for ranks in groups if len(ranks) > 1] if topology.are_ranks else []
     colours = LinearSegmentedColormap.from_list("near to far", ["#1b6b93", "#9fc9d9", "#f2e3c6"])
     figure = Figure(figsize=(2.5 + 0.75 * n, 2.2 + 0.6 * n), layout="constrained")
     axes = figure.add_subplot()

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
-from benchmarks.compare_ranks import COMPUTE, SEND, as_gpu, is_late, kernels, picture, read_traces, table
+from benchmarks.compare_ranks import COMPUTE, SEND, as_gpu, compare, is_late, kernels, newest_traces, picture, table
 from tests.helpers import ROOT
 
 
@@ -36,9 +38,11 @@ def step(compute, wait):
     ]
 
 
-def write(folder, rank, events):
-    text = json.dumps({"distributedInfo": {"rank": rank, "world_size": 3}, "traceEvents": events})
-    (folder / f"rank{rank}.1.pt.trace.json.gz").write_bytes(gzip.compress(text.encode()))
+def write(folder, rank, events, size=3, name="1"):
+    text = json.dumps({"distributedInfo": {"rank": rank, "world_size": size}, "traceEvents": events})
+    path = folder / f"rank{rank}.{name}.pt.trace.json.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    return path
 
 
 def test_what_a_cpu_computes_and_sends():
@@ -75,16 +79,58 @@ def test_three_ranks_of_which_one_is_late(tmp_path):
 def test_nobody_is_late_where_all_wait_alike():
     rows = [{"rank": i, "computing": 0.5, "only sending": x, "idle": 0.1} for i, x in enumerate((0.3, 0.35, 0.28, 0.4))]
     assert not any(is_late(row, rows) for row in rows)
+    small = [row | {"only sending": x} for row, x in zip(rows, (0.004, 0.01, 0.01, 0.01))]
+    assert not any(is_late(row, small) for row in small)  # nobody waits for long
     rows[2]["only sending"] = 0.1
     assert [is_late(row, rows) for row in rows] == [False, False, True, False]
     rows = [row | {"of sending hidden": 0.0, "late": is_late(row, rows)} for row in rows]
     assert "late" in list(table(rows))[3] and len(picture({"a": rows, "b": rows}).axes) == 2
 
 
+def test_ranks_that_send_nothing(tmp_path):
+    pytest.importorskip("hta", reason="needs pip install HolisticTraceAnalysis")
+    alone = [e for e in step(40, 30) if not e["name"].startswith(("gloo", "c10d"))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = compare({rank: write(tmp_path, rank, alone, 2) for rank in (0, 1)})
+    assert [row["of sending hidden"] for row in rows] == [None, None] and not any(row["late"] for row in rows)
+    assert list(table(rows))[1].split()[-1] == "-"
+
+
+def test_traces_of_the_newest_run(tmp_path):
+    """Files of one folder may be of several runs."""
+    for number, (rank, size) in enumerate(((2, 3), (0, 3), (1, 2), (0, 2))):
+        path = write(tmp_path, rank, step(1, 1), size, str(number))
+        os.utime(path, (number, number))
+    assert {rank: path.name[:7] for rank, path in newest_traces(tmp_path).items()} == {0: "rank0.3", 1: "rank1.2"}
+    os.utime(write(tmp_path, 2, step(1, 1), 3, "4"), (4, 4))
+    assert list(newest_traces(tmp_path)) == [0, 1, 2]
+    os.utime(write(tmp_path, 2, step(1, 1), 4, "5"), (5, 5))
+    with pytest.raises(ValueError, match="of a run of 4 rank.*rank 3 has none.*--profile_ranks all"):
+        newest_traces(tmp_path)
+    os.utime(write(tmp_path, 0, step(1, 1), 2, "6"), (5000, 5000))
+    with pytest.raises(ValueError, match="rank1.2.pt.trace.json.gz was written long before the others"):
+        newest_traces(tmp_path)
+
+
 def test_what_is_no_trace_of_ranks(tmp_path):
-    with pytest.raises(ValueError, match="has the traces of 0 rank.*--profile_ranks all"):
-        read_traces(tmp_path / "none")
-    write(tmp_path, 0, step(1, 1))
-    (tmp_path / "rank1.1.pt.trace.json.gz").write_bytes(b"no gzip")
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_traces(tmp_path)
+    (tmp_path / "rankX.1.pt.trace.json.gz").write_bytes(b"")
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ValueError, match="has no traces: .*--profile_ranks all"):
+            newest_traces(folder)
+    whole = write(tmp_path, 0, step(1, 1), 1)
+    with pytest.raises(ValueError, match="of a run of 1 rank.*two are needed"):
+        newest_traces(tmp_path)
+    body = bytearray(whole.read_bytes())
+    body[30:40] = bytes(10)
+    for found in (b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[]"), gzip.compress(b"{"), bytes(body)):
+        whole.write_bytes(found)
+        with pytest.raises(ValueError, match="rank0.* cannot be read as a trace"):
+            newest_traces(tmp_path)
+
+
+def test_a_trace_without_operators(tmp_path):
+    pytest.importorskip("hta", reason="needs pip install HolisticTraceAnalysis")
+    paths = {rank: write(tmp_path, rank, step(1, 1)[:1], 2) for rank in (0, 1)}
+    with pytest.raises(ValueError, match="has nothing that computes or sends"):
+        compare(paths)

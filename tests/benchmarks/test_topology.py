@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.node import machine, topology
-from benchmarks.node.topology import farness, numa_nodes, picture, read_table
+from benchmarks.node.topology import TOOLS, farness, numa_nodes, of_ranks, picture, read_table
 from utils.config.reader import load_config
 
 NVIDIA = """\
@@ -55,7 +55,7 @@ def test_numa_nodes_where_there_is_no_gpu(tmp_path):
 
 
 def test_the_picture_frames_tensor_parallel_groups():
-    axes = picture(read_table(NVIDIA), [[0, 1], [2, 3]]).axes[0]
+    axes = picture(of_ranks(read_table(NVIDIA), []), [[0, 1], [2, 3]]).axes[0]
     assert {(round(box.get_x() + 0.46), round(box.get_y() + 0.46)) for box in axes.patches} == {
         (0, 1),
         (1, 0),
@@ -64,18 +64,45 @@ def test_the_picture_frames_tensor_parallel_groups():
     }
     assert {text.get_text() for text in axes.texts} == {"", "NV12", "SYS"}
     assert "NVLink" in axes.get_xlabel() and "framed" in axes.get_xlabel() and "PCIe switch" not in axes.get_xlabel()
-    axes = picture(read_table(AMD), [[0], [1]]).axes[0]
+    axes = picture(of_ranks(read_table(AMD), []), [[0], [1]]).axes[0]
     assert not axes.patches and "Infinity Fabric" in axes.get_xlabel() and "framed" not in axes.get_xlabel()
 
 
 def test_the_doctor_draws_beside_its_record(tmp_path, monkeypatch):
     config = load_config(["--tensor_parallel=2"], chapter=2)[0]
-    monkeypatch.setattr(machine, "find_topology", lambda: None)
+    monkeypatch.setattr(machine, "find_topology", lambda device_type: None)
     assert not list(machine.connections(config, 2, 4, tmp_path / "a.json"))
-    monkeypatch.setattr(machine, "find_topology", lambda: read_table(NVIDIA))
+    monkeypatch.setattr(machine, "find_topology", lambda device_type: read_table(NVIDIA))
     assert [line.found[:22] for line in machine.connections(config, 2, 4, None)] == ["how they are connected"]
-    _, drawn = machine.connections(config, 2, 4, tmp_path / "a.json")
-    assert drawn.found == f"drawn in {tmp_path / 'a.png'}" and (tmp_path / "a.png").stat().st_size > 5000
+    _, drawn = machine.connections(config, 2, 4, tmp_path / "new" / "a.json")
+    path = tmp_path / "new" / "a.png"
+    assert drawn.found == f"drawn in {path}" and path.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "tool, variables, names",
+    [
+        ("nvidia-smi", {}, "0 1 2 3"),
+        ("nvidia-smi", {"CUDA_VISIBLE_DEVICES": "3, 1", "ROCR_VISIBLE_DEVICES": "0"}, "3 1"),
+        ("nvidia-smi", {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c"}, None),
+        ("nvidia-smi", {"CUDA_VISIBLE_DEVICES": "2,4"}, None),
+        ("rocm-smi", {"ROCR_VISIBLE_DEVICES": "1,2,3", "HIP_VISIBLE_DEVICES": "2,0"}, "3 1"),
+        ("rocm-smi", {"CUDA_VISIBLE_DEVICES": "2", "HIP_VISIBLE_DEVICES": "0"}, "0"),
+    ],
+)
+def test_the_gpus_that_a_process_sees(monkeypatch, tool, variables, names):
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    whole = read_table(NVIDIA)
+    found = of_ranks(whole, next(names for words, names in TOOLS.items() if words[0] == tool))
+    if names is None:
+        assert found == whole and not picture(found, [[0, 1]]).axes[0].patches
+    else:
+        numbers = [int(word) for word in names.split()]
+        assert found.are_ranks and found.names == [f"GPU{i}" for i in numbers]
+        assert found.links == [[whole.links[i][j] for j in numbers] for i in numbers]
 
 
 @pytest.mark.parametrize("tool, text", [("nvidia-smi", NVIDIA), ("rocm-smi", AMD), (None, None)])
@@ -88,5 +115,6 @@ def test_the_tool_that_is_there_is_asked(tmp_path, monkeypatch, tool, text):
             f"#!/bin/sh\nwhile read -r line; do printf '%s\\n' \"$line\"; done < {tmp_path}/table\n"
         )
         (tmp_path / tool).chmod(0o755)
-    found = topology.find_topology()
+    found = topology.find_topology("cuda")
     assert (found and found[:2]) == (text and read_table(text)[:2])
+    assert topology.find_topology("cpu") is None

@@ -27,10 +27,27 @@ def test_devices_by_the_drivers_name(name, row):
     assert known_device(name) == row
 
 
+@pytest.mark.parametrize(
+    "name, flags, peak, source",
+    [
+        ("NVIDIA A100-SXM4-40GB", ("none", False), 19.5, "A100"),
+        ("NVIDIA A100-SXM4-40GB", ("none", True), 156, "A100"),
+        ("NVIDIA A100-SXM4-40GB", ("bf16", True, True), 312, "A100"),
+        ("NVIDIA H100 80GB HBM3", ("bf16", True), 989, "H100"),
+        ("NVIDIA H100 80GB HBM3", ("bf16", True, True), 1979, "H100, FP8"),
+    ],
+)
+def test_a_known_device_has_the_datasheets_peak(monkeypatch, name, flags, peak, source):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), *flags) == (peak * 1e12, f"datasheet, {source}")
+
+
 def test_an_unknown_device_uses_a_measured_peak():
     peak, source = peak_flops(torch.device("cpu"), "none", tf32=True)
     assert 1e9 < peak < 1e15 and source == "measured matmul, float32"
     assert peak_flops(torch.device("cpu"), "bf16", tf32=True)[1] == "measured matmul, bfloat16"
+    _, source = peak_flops(torch.device("cpu"), "bf16", tf32=True, fp8=True)
+    assert source == "measured matmul, bfloat16; those of 8 bits may pass it"
     assert 0.05 < peak_memory_gb(torch.device("cpu")) < 1000
 
 

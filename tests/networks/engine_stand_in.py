@@ -25,8 +25,10 @@ class Float8CurrentScaling:
 @contextlib.contextmanager
 def autocast(enabled=True, calibrating=False, recipe=None, amax_reduction_group=None):
     before, STATE["fp8"] = STATE["fp8"], recipe if enabled else None
-    yield
-    STATE["fp8"] = before
+    try:
+        yield
+    finally:
+        STATE["fp8"] = before
 
 
 def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
@@ -85,6 +87,7 @@ class Linear(WithExtraState):
 
     def forward(self, inp, is_first_microbatch=None):
         assert not (self.sequence_parallel or self.tp_group), "these are the package's own"
+        self.fp8 = STATE["fp8"] is not None  # as the package does at each call
         kind = inp.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
         x, weight, bias = (tensor.to(dtype) for tensor in (inp, self.weight, self.bias))

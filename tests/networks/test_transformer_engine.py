@@ -72,7 +72,7 @@ def test_products_of_8_bits(package, more):
     """36 tokens are no multiple of 32. An error of 2^-4 a number is less in sums of many; recomputed it is the same."""
     y, grads, _ = gradients("--amp_mode=bf16", device=None)
     y8, grads8, model = gradients("--amp_mode=bf16", "--fp8", *more)
-    assert model.blocks[0].attn.qkv.fp8 and not torch.equal(y, y8)
+    assert model.blocks[0].attn.qkv.in_8_bits and not torch.equal(y, y8)
     assert (y8 - y).norm() < 0.02 * y.norm()
     for name in grads:
         assert (grads8[name] - grads[name]).norm() < 0.2 * grads[name].norm() + 1e-6, name
@@ -150,6 +150,15 @@ def test_what_is_missing_is_said_in_a_line(monkeypatch):
         assert "\n" not in str(error.value)
 
 
+def test_a_package_whose_parts_do_not_fit(monkeypatch, tmp_path):
+    """Its own import asserts that they do."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("assert False, 'version mismatch\\nfound 2.3'")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"2.2 or newer \(version mismatch\): `pip"):
+        check_backend(load_config(FLAGS)[0], torch.device("cuda"))
+
+
 def test_what_it_cannot_do_is_refused(package, monkeypatch):
     gpu, config = torch.device("cuda"), load_config([*FLAGS, "--amp_mode=bf16", "--fp8"])[0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -166,5 +175,9 @@ def test_what_it_cannot_do_is_refused(package, monkeypatch):
         check_parallel(replace(config, sp_regather=True, tensor_parallel=2), Grid(2, 0, 2, 1))
     with pytest.raises(ValueError, match="fp8 is for products"):
         check_backend(replace(config, amp_mode="none"), gpu)
-    _, remarks = load_config(["--fp8", "--amp_mode=bf16"])
+    with pytest.raises(ValueError, match="rounds products of float32 to TF32"):
+        check_backend(replace(config, amp_mode="none", tf32=False, fp8=False), gpu)
+    check_backend(replace(config, amp_mode="none", fp8=False), gpu)
+    plain, remarks = load_config(["--fp8", "--amp_mode=bf16"])
     assert remarks == ["fp8 changes nothing without --model_backend transformer-engine"]
+    assert config.in_8_bits and not plain.in_8_bits

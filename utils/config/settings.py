@@ -293,6 +293,11 @@ class Config(Keys):
         return replace(self, global_batch_size=total)
 
     @property
+    def in_8_bits(self) -> bool:
+        """Whether most products are of numbers of 8 bits."""
+        return self.fp8 and self.model_backend == "transformer-engine"
+
+    @property
     def compile_modes(self) -> set[str]:
         """The modes of torch.compile of all modules to compile."""
         options = (module_options("compile_modules", text)[1] for text in self.compile_modules)

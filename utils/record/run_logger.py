@@ -87,7 +87,7 @@ class RunLogger(Observer):
         """Log what will be trained, on what, and how fast it could go."""
         config, data, fields = self.job.config, self.job.data, self.job.data.fields
         self.flops = model.flops()
-        self.peak, source = peak_flops(self.job.device, config.amp_mode, config.tf32)
+        self.peak, source = peak_flops(self.job.device, config.amp_mode, config.tf32, config.in_8_bits)
         allocator = allocator_settings(config.expandable_segments, self.job.device)
         for remark in (*fields.remarks, allocator and f"GPU memory allocator: {allocator}"):
             if remark:

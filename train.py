@@ -179,6 +179,7 @@ def main(world: World, argv: list[str], observers: Iterable = (), wrap: Callable
         config = config.with_batches(world.size)
         device = prepare(config, world.local_rank)
         data = WeatherData(config, device, world.size, world.rank)
+        distance = data.distance()
         model = build_model(config, data.fields, device).to(device)
         if config.enable_jit:  # by default block by block: DDP then sends gradients while the backward pass goes on
             compile_modules(model, config.compile_modules, config.compile_mode)
@@ -187,7 +188,7 @@ def main(world: World, argv: list[str], observers: Iterable = (), wrap: Callable
     with Run(Job(config, world, device, data), build_model, observers=observers) as run:
         run.begin(TrainingState(model, optimizer, scaler, config.ema_decay, model.stacked()), remarks)  # may resume
         model = wrap(model, config)
-        step = partial(forward_backward, model, scaler=scaler, config=config, distance=data.distance())
+        step = partial(forward_backward, model, scaler=scaler, config=config, distance=distance)
         update = partial(update_weights, optimizer, scaler, config)
         train(step, update, model, data, config, run)
 

@@ -63,6 +63,7 @@ def main(
         # The ranks of a tp-cp group hold the same samples, each its own tokens of them.
         shard, sharing, dp = shard_tokens(config, grid), share_frames(config, grid), grid.get_group("dp")
         data = WeatherData(config, device, grid.get_size("dp"), grid.get_rank("dp"), shard, dp, sharing)
+        distance = data.distance(**share_loss(config, grid, shard, device))
         model = parallelize(build_model(config, data.fields, device), config, grid, shard, device).to(device)
         if config.enable_jit:
             compile_modules(model, config.compile_modules, config.compile_mode)
@@ -76,7 +77,6 @@ def main(
         run.begin(state, remarks)
         parallel = data_parallel(model, config, grid.get_group("dp-cp"))
         serial_step = partial(forward_backward, parallel, scaler=scaler, config=config)
-        distance = data.distance(**share_loss(config, grid, shard, device))
         step = make_step(serial_step, grid, gradients, distance)
         update = partial(update_weights, optimizer, scaler, config, total_norm=gradients.norm)
         step, update = transform(step, update, model, config, run)

@@ -55,11 +55,8 @@ def pick_attention(
     """
     if device is None:
         return name
-    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
-        raise ValueError(
-            "attention 'flash_attn' needs the package flash-attn, which is not installed: `pip install flash-attn "
-            "--no-build-isolation`, which takes long, or take --attention flash, which PyTorch has"
-        )
+    if name == "flash_attn":
+        _check_package()
     if name != "auto":
         check_attention(name, head_dim, device, dtype, dropout)
         if name == "cudnn" and has_cudnn_fault(tokens, device):
@@ -75,6 +72,22 @@ def pick_attention(
     # Where cuDNN's must not be taken, its name is not left to PyTorch's own choice either.
     kernels = ("flash", "efficient") if has_cudnn_fault(tokens, device) else ("cudnn",)
     return next((kernel for kernel in kernels if _runs(kernel, tokens, head_dim, device, dtype, dropout)), "auto")
+
+
+def _check_package() -> None:
+    missing = importlib.util.find_spec("flash_attn") is None
+    try:
+        if not missing:
+            import flash_attn  # noqa: F401
+
+            return
+        why = "is not installed"
+    except (ImportError, OSError, RuntimeError) as error:  # of another version of PyTorch or CUDA
+        why = f"cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})"
+    raise ValueError(
+        f"attention 'flash_attn' needs the package flash-attn, which {why}: `pip install flash-attn "
+        f"--no-build-isolation`, which takes long, or take --attention flash, which PyTorch has"
+    )
 
 
 def is_hopper(device: torch.device) -> bool:

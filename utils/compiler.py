@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on GPUs
 
 
 def check_compiler(config: Config, device: torch.device) -> None:
-    """Raise ValueError where the model is to be compiled, and cannot be so here."""
+    """Raise ValueError where the model or the optimiser is to be compiled, and cannot be so here."""
+    asked, instead = "enable_jit", "take --no_enable_jit"
     if not config.enable_jit:
-        return
+        asked, instead = "optimizer Adam8bit, which is compiled,", "take --optimizer Adam"
+        if config.optimizer != "Adam8bit":
+            return
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         raise ValueError(
-            f"enable_jit needs a C++ compiler, and {compiler} is not on PATH: load or install one (module load gcc), "
-            f"name another in CXX, or take --no_enable_jit"
+            f"{asked} needs a C++ compiler, and {compiler} is not on PATH: load or install one (module load gcc), "
+            f"name another in CXX, or {instead}"
         )
+    if not config.enable_jit:
+        return
     graph_mode = next(iter(config.compile_modes & {*GRAPH_MODES}), None)
     if "reduce-overhead" in config.compile_modes and device.type == "cpu":
         raise ValueError("compile_mode reduce-overhead replays CUDA graphs, and the device is cpu: take default")
@@ -45,13 +51,17 @@ def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
     """Compile each module of `model` whose class, or a class that it derives from, is named; each one by itself.
 
     A name may have options (`module_options`); without a mode of its own it has `mode`. Modules of one class share
-    their code where their shapes agree. Nothing may fall back to Python inside a module (fullgraph). Hooks and
-    gradients of the module stay outside.
+    their code where their shapes agree. Nothing may fall back to Python inside a module (fullgraph), but where one
+    inside it has other options: that is compiled by itself, and the outer one is cut there. Hooks and gradients of the
+    module stay outside.
 
-    Raises ValueError where the model has no module of that name.
+    Raises ValueError where the model has no module of that name, and where a name comes twice.
     """
     found: dict[nn.Module, dict[str, Any]] = {}
-    for name, options in (module_options("compile_modules", text) for text in names):
+    given = [module_options("compile_modules", text) for text in names]
+    if len(dict(given)) < len(given):
+        raise ValueError(f"compile_modules names a class twice in {', '.join(names)}: name each once")
+    for name, options in given:
         modules = [m for m in model.modules() if name in _class_names(m)]
         if not modules:
             known = sorted({cls for m in model.modules() for cls in _class_names(m)} - {"Module", "ModuleList"})
@@ -59,11 +69,24 @@ def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
         found |= {module: {"mode": mode} | options for module in modules if module not in found}
     # Under DDP, Dynamo cuts graphs at the buckets: a whole model's, so that gradients leave early; a block's in vain.
     torch._dynamo.config.optimize_ddp = model in found
+    apart = {inner for outer in found for inner in outer.modules() if found.get(inner, found[outer]) != found[outer]}
     for module, options in found.items():
-        module.forward = torch.compile(module.forward, fullgraph=True, **options)
+        is_whole = apart.isdisjoint({*module.modules()} - {module})
+        compiled = torch.compile(module.forward, fullgraph=is_whole, **options)
+        module.forward = _set_apart(compiled) if module in apart else compiled
     if any(options["mode"] in GRAPH_MODES for options in found.values()):
         # Without gradients a block's graph would take the block before for done, and free its output, which it reads.
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+
+
+def _set_apart(compiled: Callable) -> Callable:
+    """Return the function such that a compiled one that calls it does not take it into its own graph."""
+
+    @torch.compiler.disable
+    def forward(*args: Any) -> Any:
+        return compiled(*args)
+
+    return forward
 
 
 def _class_names(module: nn.Module) -> list[str]:

@@ -108,7 +108,8 @@ def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str,
     kept: list[dict[str, Any]] = []
     void: list[dict[str, Any]] = []
     for event in read_events(path) if path.exists() else ():
-        stays = event["iteration"] <= iteration and (event["event"] != "epoch" or event["epoch"] <= epochs)
+        validates = event["event"] == "epoch" or "validation_rate" in event  # at the iteration that it tells of
+        stays = event["iteration"] <= iteration and (not validates or event["epoch"] <= epochs)
         (kept if stays else void).append(event)
     write_text(path, "".join(to_json(event) + "\n" for event in kept))
     return kept, void

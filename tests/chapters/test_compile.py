@@ -16,6 +16,7 @@ from tests.helpers import group_of_one, losses, run_here, tiny_flags
 from utils.compiler import check_compiler, compile_modules
 from utils.config.reader import load_config
 from utils.config.settings import Config
+from utils.data.fields import Fields
 from utils.device import pick_device
 
 
@@ -150,11 +151,58 @@ def test_classes_have_options_of_their_own(tmp_path, monkeypatch):
     assert told == [
         ("Attention", {"fullgraph": True, "mode": "default"}),
         ("MLP", {"fullgraph": True, "mode": "max-autotune-no-cudagraphs", "dynamic": False}),
-        ("Block", {"fullgraph": True, "mode": "max-autotune-no-cudagraphs"}),
+        ("Block", {"fullgraph": False, "mode": "max-autotune-no-cudagraphs"}),  # cut where they begin
     ]
 
 
-@pytest.mark.parametrize("text", ["MLP:mode=fast", "MLP:backend=eager", "MLP:dynamic=some", ":mode=default"])
+@pytest.mark.parametrize("more", [[], ["--activation_checkpoint=mlp"]])
+def test_a_class_inside_another_keeps_its_options(monkeypatch, more):
+    """Dynamo would take what a block calls into the block's graph."""
+    graphs = []
+
+    def compile_for(forward, mode, **options):
+        def backend(graph, inputs):
+            graphs.append(mode)
+            return graph.forward
+
+        return compile_now(forward, backend=backend, **options)
+
+    compile_now = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_for)
+    x, mode = torch.randn(1, 1, 8, 16), "max-autotune-no-cudagraphs"
+    for names, modes in (
+        (["Block", f"MLP:mode={mode},dynamic=false"], {"default", mode}),
+        (["Block", "MLP"], {"default"}),
+    ):
+        torch.compiler.reset()
+        graphs.clear()
+        model = train.build_model(*blank_fields(more))
+        expected = model(x)
+        compile_modules(model, names, "default")
+        torch.testing.assert_close(model(x), expected)
+        model(x).sum().backward()
+        assert {*graphs} == modes
+
+
+def blank_fields(flags):
+    """Return the arguments of build_model for 8 x 16 points of one channel."""
+    config = load_config(["--config=base", "--img_size", "8", "16", "--patch_size=4", "--n_in_channels=1",
+                          "--n_out_channels=1", "--embed_dim=8", "--depth=1", "--num_heads=2", *flags])[0]  # fmt: skip
+    return config, Fields.blank(config), torch.device("cpu")
+
+
+def test_a_class_has_one_set_of_options(tmp_path):
+    with pytest.raises(ValueError, match="names a class twice in MLP:mode=default, Block, MLP: name each once"):
+        compile_modules(ViT((8, 16), 4, 1, 1, 8, 1, 2), ["MLP:mode=default", "Block", "MLP"], "default")
+    for value in ("reduce-overhead", "[mode=default]"):
+        (tmp_path / "a.yaml").write_text(f"a:\n  compile_modules: {{MLP: {value}}}\n")
+        with pytest.raises(ValueError, match="compile_modules has .* it takes a class of modules"):
+            load_config(["--yaml_config", str(tmp_path / "a.yaml"), "--config", "a"])
+
+
+@pytest.mark.parametrize(
+    "text", ["MLP:mode=fast", "MLP:backend=eager", "MLP:dynamic=some", ":mode=default", "MLP:mode=default,mode=default"]
+)
 def test_other_options_are_refused(text):
     with pytest.raises(ValueError, match="compile_modules has .* it takes a class of modules, alone or with options"):
         load_config(["--config=base", "--compile_modules", text])

@@ -210,6 +210,11 @@ def unknown_picture(folder):
     return ["--plot_channels", "t2m"]
 
 
+@case("loss_channels names 'ch9'", "the forecast channels are ch0, ch1, ch2")
+def a_weight_for_an_unknown_channel(folder):
+    return ["--loss", "weighted", "--loss_channels", "ch9=3"]
+
+
 @case("channel_names has 2 names, and", "3 channels: name them all")
 def too_few_names(folder):
     return ["--channel_names", "a", "b"]

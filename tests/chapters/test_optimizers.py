@@ -1,13 +1,16 @@
 """The optimisers: what they keep, a run that goes on, and what is refused."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from tests.helpers import resume_here, tiny_flags, write_data
+from utils.compiler import check_compiler
 from utils.config.reader import load_config
+from utils.config.settings import Config
 from utils.optimizers import build_optimizer, check_optimizer, check_slices, init_moments, kept_of
 
 KEPT = {"Adam": 8.0, "AdamW": 8.0, "Adafactor": 0.04, "Adam8bit": 2.04}  # bytes a weight, of a matrix of 256 x 256
@@ -76,6 +79,15 @@ def test_what_it_cannot_is_refused(name, monkeypatch):
     if name == "Adam8bit":
         with pytest.raises(ValueError, match="needs torchao, which is not installed: .pip install -r requirements-tor"):
             check_optimizer(asked(f"--optimizer={name}"))
+
+
+def test_what_is_compiled_needs_a_compiler(monkeypatch):
+    config = replace(Config(), optimizer="Adam8bit")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    check_compiler(Config(), torch.device("cpu"))
+    with pytest.raises(ValueError, match="optimizer Adam8bit, which is compiled, needs .* take --optimizer Adam$"):
+        check_compiler(config, torch.device("cpu"))
 
 
 def test_a_decay_that_nobody_uses_is_said():

@@ -16,6 +16,7 @@ from benchmarks.harness.data import PLAIN
 from tests.helpers import losses, records, run_here, tiny_flags
 from utils.config.reader import load_config
 from utils.data.dataset import WeatherData
+from utils.files import cut_records
 from utils.measure import rates
 from utils.measure.layers import summarise, summary_table
 from utils.measure.machine import SystemWatch
@@ -261,6 +262,25 @@ def test_a_report_of_some_tables(tiny, wanted):
     assert (folder / "report/step_trace.json").exists() == bool({*wanted} & {"time", "memory", "operators"})
 
 
+def test_a_resumed_run_keeps_the_tables_that_it_was_asked_for_before(tiny):
+    argv = tiny_flags(tiny, "--num_iters", "4", "--checkpoint_every", "2", "--keep_checkpoints", "9")
+    folder = run_here([*argv, "--report", "memory", "speed"])
+    before = json.loads((folder / "report/report.json").read_text())
+    run_here([*argv, "--report", "speed", "--resume", str(folder / "checkpoints/00000002-validated")])
+    after = json.loads((folder / "report/report.json").read_text())
+    assert after.keys() == before.keys() and after["memory"] == before["memory"] and after["speed"] != before["speed"]
+    assert all((folder / f"report/{name}.csv").exists() for name in after)
+
+
+def test_rates_of_a_validation_that_is_done_again_are_void(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    event = {"event": "rate", "iteration": 5, "epoch": 1}
+    path.write_text("".join(json.dumps(event | {name: 1.0}) + "\n" for name in ("training_rate", "validation_rate")))
+    kept, void = cut_records(path, 5, 0)
+    assert [[*event][-1] for event in kept] == ["training_rate"] and len(void) == 1
+    assert cut_records(path, 5, 1)[1] == []
+
+
 @pytest.mark.parametrize("flags", [(), ("--activation_checkpoint=block",)])
 def test_modules_and_observers_take_time(tiny, flags):
     """Forward and backward; of a module those inside it, too. Recomputation is a forward pass once more."""
@@ -296,6 +316,7 @@ def test_rates_are_series_within_epochs(tiny, monkeypatch):
     training = [(event["epoch"], event["iteration"]) for event in found if "training_rate" in event]
     assert training == [(1, 2), (1, 4), (1, 5), (2, 7), (2, 9), (2, 10)]
     validation = [event for event in found if "validation_rate" in event]
+    assert all(event["validation_rate"] * event["seconds"] == pytest.approx(3) for event in validation)  # 7 are 4 and 3
     per_epoch = len(validation) // 4  # of the weights, and of their average
     at = [(event["epoch"], event["iteration"]) for event in validation]
     assert per_epoch and at == [(1, 5)] * 2 * per_epoch + [(2, 10)] * 2 * per_epoch
@@ -307,10 +328,14 @@ def test_rates_are_series_within_epochs(tiny, monkeypatch):
 
 def test_mean_speeds_are_samples_over_seconds():
     """10 samples at 10/s and 30 at 60/s took 1.5 s; an epoch without a speed has none to tell."""
-    others = {"valid_samples_per_sec": 5.0, "loader_samples_per_sec": None, "mfu": 0.5}
-    rows = [{"iteration": 10, "samples_per_sec": 10.0} | others, {"iteration": 40, "samples_per_sec": 60.0} | others]
+    others = {"loader_samples_per_sec": None, "mfu": 0.5}
+    rows = [
+        {"iteration": 10, "samples_per_sec": 10.0, "valid_samples_per_sec": 4.0} | others,
+        {"iteration": 40, "samples_per_sec": 60.0, "valid_samples_per_sec": 12.0} | others,
+    ]
     whole, later = speed_means(rows)
     assert whole["samples_per_sec"] == pytest.approx(40 / 1.5) and later["samples_per_sec"] == 60
+    assert whole["valid_samples_per_sec"] == 6  # each had the same samples
     assert whole["mfu"] == pytest.approx(0.5) and whole["loader_samples_per_sec"] is None
     assert speed_means([]) == []
     (only,) = speed_means([rows[0] | {"samples_per_sec": None}])

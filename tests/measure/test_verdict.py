@@ -176,6 +176,11 @@ def test_the_page_of_symptoms_says_what_the_program_says():
             assert flag in Config.__dataclass_fields__, flag
 
 
+def test_a_fused_optimiser_is_advised_where_there_is_one():
+    for name, is_advised in (("Adam", True), ("AdamW", True), ("Adafactor", False), ("Adam8bit", False)):
+        assert CONDITIONS["optimiser not fused"](None, Config(optimizer=name)) == is_advised
+
+
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_no_advice_to_do_what_is_done(bound):
     """Whoever follows all advice gets another one in the end, and never the same twice."""

@@ -57,6 +57,14 @@ def test_where_it_is_not_installed_it_is_refused():
         pick_attention("flash_attn", 16, 8, CPU, torch.bfloat16, 0.0)
 
 
+def test_a_build_for_another_pytorch_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\nand more')")
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"flash-attn, which cannot be loaded \(undefined symbol: _ZN3c10\): `pip"):
+        pick_attention("flash_attn", 16, 8, CPU, torch.bfloat16, 0.0)
+
+
 def test_what_it_does_not_take_is_refused(package, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")

@@ -87,6 +87,7 @@ def module_options(name: str, text: str) -> tuple[str, dict[str, Any]]:
         key, _, value = option.partition("=")
         options[key] = {"true": True, "false": False}.get(value.lower(), value) if key == "dynamic" else value
     is_known = options.keys() <= {"mode", "dynamic"} and isinstance(options.get("dynamic", True), bool)
+    is_known &= len(options) == len([*filter(None, told.split(","))])
     if not kind or not is_known or options.get("mode", "default") not in COMPILE_MODES:
         raise ValueError(
             f"{name} has {text!r}: it takes a class of modules, alone or with options, MLP:mode=default,dynamic=false, "
@@ -97,11 +98,13 @@ def module_options(name: str, text: str) -> tuple[str, dict[str, Any]]:
 
 def texts_of_options(value: dict[str, dict[str, Any] | None]) -> list[str]:
     """Return a mapping from classes to options, as YAML has it, in the form that `module_options` reads."""
-    given = {kind: options if isinstance(options, dict) else {} for kind, options in value.items()}
-    return [
-        f"{kind}:" * bool(options) + ",".join(f"{key}={x}" for key, x in options.items()) or str(kind)
-        for kind, options in given.items()
-    ]
+
+    def text(kind: str, options: Any) -> str:
+        if isinstance(options, dict):
+            options = ",".join(f"{key}={x}" for key, x in options.items())
+        return f"{kind}:{options}" if options else str(kind)
+
+    return [text(kind, options) for kind, options in value.items()]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from utils.data.variables import variable
 from utils.loss import relative_l2, relative_norm
 from utils.sphere import HorizontalGradient
 
+ROUNDED = 0.1  # of a step between two columns
 AUTO, PRESSURE = "auto", "pressure"
 NEAR_GROUND = ("u10m", "v10m", "u100m", "v100m", "u10", "v10", "u100", "v100", "sp", "msl", "tcwv")
 
@@ -72,15 +73,17 @@ def distance(
 
 
 def check_round(longitude: np.ndarray) -> None:
-    """Raise ValueError where the columns do not go once round the globe."""
+    """Raise ValueError where the columns do not go once round the globe, in even steps; they may be rounded."""
     if len(longitude) < 3:
         raise ValueError(f"loss_gradient needs 3 columns or more, and there are {len(longitude)}: leave it out")
-    spacing = float(longitude[1] - longitude[0])
-    reached = abs(spacing) * len(longitude)
-    if abs(reached - 360) > abs(spacing) / 2:
+    even = 360 / len(longitude)
+    steps = np.diff(longitude.astype(np.float64), append=float(longitude[0])) % 360
+    steps = min(steps, 360 - steps, key=np.sum)  # eastward, or westward
+    if abs(steps - even).max() > ROUNDED * even:
         raise ValueError(
-            f"loss_gradient takes differences round the globe, and the {len(longitude)} columns of {abs(spacing):g} "
-            f"degrees span {reached:g} of 360: take all columns (--img_size, --patch_size), or leave it out"
+            f"loss_gradient takes differences round the globe, and its {len(longitude)} columns lie from "
+            f"{steps.min():g} to {steps.max():g} degrees apart, not {even:g}: take all columns (--img_size, "
+            f"--patch_size), or leave it out"
         )
 
 

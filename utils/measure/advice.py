@@ -10,6 +10,7 @@ import yaml
 
 from utils.config.settings import Config
 from utils.measure.tables import markdown
+from utils.optimizers import FUSED
 
 ASIDE = ("validation", "checkpoint", "logging", "profiling", "setup")  # parts of a run that are no training
 SLOWEST = "waiting for the slowest rank"
@@ -24,7 +25,7 @@ CONDITIONS = {
     "no stage_dir": lambda m, c: c.stage_dir is None,
     "normalises on a GPU": lambda m, c: m.on_gpu and c.data_loader_config != "dali",
     "not compiled": lambda m, c: not c.enable_jit,
-    "optimiser not fused": lambda m, c: not c.enable_fused,
+    "optimiser not fused": lambda m, c: not c.enable_fused and c.optimizer in FUSED,
     "GPU steps not recorded": lambda m, c: m.on_gpu and not m.is_recorded,
     "float32 where there is bf16": lambda m, c: m.has_bf16 and c.amp_mode == "none",
     "plain attention": lambda m, c: c.attention == "math",

@@ -3,6 +3,8 @@
 Rank 0 writes it below `report/` in the run's folder, as tables of numbers (CSV) and all together (report.json).
 """
 
+import contextlib
+import json
 import logging
 import platform
 from collections.abc import Iterator
@@ -174,7 +176,10 @@ class RunCosts:
         return rows + [{"part": part, "bytes": size} for part, size in others.items()]
 
     def write(self) -> None:
-        """Write all tables. Raises OSError where the disk does not take them."""
+        """Write all tables, beside those that an earlier process of this run was asked for, and this one was not.
+
+        Raises OSError where the disk does not take them.
+        """
         folder, events = self.folder, read_events(self.folder.parent / "metrics.jsonl")
         found, step = {}, self.step
         if self.wants("speed"):
@@ -200,4 +205,8 @@ class RunCosts:
         for name, rows in found.items():
             tables.write_csv(folder / f"{name}.csv", rows)
         verdict = {"verdict": self.verdict()} if self.wants("time") else {}
-        write_text(folder / "report.json", to_json(found | verdict, indent=1))
+        path, earlier = folder / "report.json", {}
+        if path.exists():
+            with contextlib.suppress(ValueError):
+                earlier = json.loads(path.read_text())
+        write_text(path, to_json(earlier | found | verdict, indent=1))

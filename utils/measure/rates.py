@@ -19,8 +19,8 @@ class Rates(Observer):
         self.run, data = run, run.job.data
         self.training_batch = run.job.config.global_batch_size
         self.validation_batch = run.job.config.local_batch_size * data.num_shards
-        self.validation_batches = len(data.valid_loader)
-        self.kind, self.steps, self.mark = "", 0, 0.0
+        self.validation_batches, self.validation_samples = len(data.valid_loader), len(data.valid_pairs)
+        self.kind, self.steps, self.samples, self.mark = "", 0, 0, 0.0
         self.validated = 0  # batches of the validation in progress
 
     def before_step(self, left: int) -> None:
@@ -30,7 +30,7 @@ class Rates(Observer):
 
     def after_step(self, iteration: int, left: int) -> None:
         """Count a training step."""
-        self._count(self.training_batch, iteration, is_last=not left)
+        self._count(self.training_batch, iteration, not left)
 
     def after_validation_batch(self, iteration: int) -> None:
         """Count a batch of a validation: of each kind of weights it is a series of its own."""
@@ -39,7 +39,8 @@ class Rates(Observer):
             self.validated = 1
         else:
             self.validated += 1
-            self._count(self.validation_batch, iteration, is_last=self.validated == self.validation_batches)
+            left = self.validation_samples - (self.validated - 1) * self.validation_batch  # the last batch is filled up
+            self._count(min(self.validation_batch, left), iteration, self.validated == self.validation_batches)
         if self.validated == self.validation_batches:
             self.kind = ""
 
@@ -50,16 +51,16 @@ class Rates(Observer):
     after_first_validation = after_epoch
 
     def _begin(self, kind: str) -> None:
-        self.kind, self.steps, self.mark = kind, 0, self._now()
+        self.kind, self.steps, self.samples, self.mark = kind, 0, 0, self._now()
 
     def _now(self) -> float:
         return time.perf_counter() - sum(observer.aside for observer in self.run.observers)
 
     def _count(self, batch: int, iteration: int, is_last: bool) -> None:
-        self.steps += 1
+        self.steps, self.samples = self.steps + 1, self.samples + batch
         seconds = self._now() - self.mark
         if self.steps >= STEPS or seconds >= SECONDS or is_last:
-            rate = {f"{self.kind}_rate": self.steps * batch / seconds}
+            rate = {f"{self.kind}_rate": self.samples / seconds}
             epoch = self.run.epochs + (self.kind == "training" or not self.run.validates_first)
             self.run.logger.costs({"event": "rate", "epoch": epoch, "iteration": iteration, **rate, "seconds": seconds})
             self._begin(self.kind)

@@ -17,13 +17,16 @@ MEMORY = {
 
 
 def speed_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows of means over all epochs, and over those after the first: samples over seconds, not mean speeds."""
+    """Return rows of means over all epochs, and over those after the first: samples over seconds, not mean speeds.
+
+    An epoch has as many samples as iterations; all validations have the same.
+    """
     before, found = [0, *(row["iteration"] for row in rows)], []
     counted = [(row["iteration"] - first, row) for row, first in zip(rows, before)]
     for name, part in (("all", counted), ("later", counted[1:])):
         mean: dict[str, Any] = {"epoch": name, "iteration": rows[-1]["iteration"] if rows else 0}
         for key in SPEEDS:
-            known = [(n, row[key]) for n, row in part if row[key] and n]
+            known = [(1 if key.startswith("valid") else n, row[key]) for n, row in part if row[key] and n]
             mean[key] = sum(n for n, _ in known) / sum(n / x for n, x in known) if known else None
         found += [mean] * bool(part)
     return found

@@ -28,7 +28,7 @@ TAGS = {
         "loader_samples_per_sec": "Speed/readers",
         "mfu": "MFU",
     },
-    "rate": {"training_rate": "Rate/training [samples/s]", "validation_rate": "Rate/validation [samples/s]"},
+    "rate": {"training_rate": "Rate/training [samples/s]"},  # during a validation iterations stand still
     "time": {"seconds": "Time/{} [s]"},
     "system": {
         key: f"System/{key}"

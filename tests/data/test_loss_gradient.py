@@ -126,7 +126,8 @@ def test_columns_that_do_not_go_round_are_refused():
     with pytest.raises(ValueError, match="its 40 columns lie from 2.5 to 262.5 degrees apart, not 9"):
         check_round(np.arange(40) * 2.5)
     uneven = np.sort(np.append([0, 11.25], np.random.default_rng(1).uniform(12, 348, 30)))
-    for columns in (uneven, np.arange(36) * 10 % 180, np.zeros(36)):
+    one = np.arange(36) * 10 + 3 * (np.arange(36) == 5)
+    for columns in (uneven, one, np.arange(36) * 10 % 180, np.zeros(36)):
         with pytest.raises(ValueError, match=f"its {len(columns)} columns lie from .* degrees apart, not 1"):
             check_round(columns)
     with pytest.raises(ValueError, match="3 columns or more"):

@@ -292,6 +292,7 @@ def test_modules_and_observers_take_time(tiny, flags):
     block, attn, mlp = (rows[f"model.blocks.*{name}"] for name in ("", ".attn", ".mlp"))
     for part in ("forward", "backward"):
         assert rows["model"][part] > block[part] > attn[part] + mlp[part] > max(attn[part], mlp[part]) > 0
+        assert rows["model.patch_embed"][part] > 0
     assert "Modules of one step, each with those inside it, ms:" in log
     names = {row["observer"]: row for row in report["observers"]}
     assert names["RunLogger.after_epoch"]["calls"] == 3 and names["Profiles.after_step"]["calls"] == 6

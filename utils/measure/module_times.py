@@ -72,7 +72,7 @@ def module_rows(calls: list[tuple[Event, float]], ranges: Iterable[Event]) -> li
         if innermost is not None:
             names = _with_those_outside(_plain(innermost["name"]), known)
             times["forward"].update(dict.fromkeys(names, seconds[id(e)]))
-            of_number.setdefault(e.get("args", {}).get("Sequence number"), names)
+            of_number[e.get("args", {}).get("Sequence number")] = names  # of several the last: it is differentiated
         elif outer := next((e for e in reversed(stack) if e["name"].startswith(BACKWARD)), None):
             names = of_number.get(outer.get("args", {}).get("Sequence number"), ())
             times["backward"].update(dict.fromkeys(names, seconds[id(e)]))

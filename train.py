@@ -61,7 +61,7 @@ def forward_backward(
     steps, losses = config.accumulation_steps, []
     for i, (x, y, known) in enumerate(zip(inp.chunk(steps), target.chunk(steps, 1), forced.chunk(steps, 1))):
         # DDP averages gradients over the ranks during the backward pass: once a step, in its last part.
-        wait = isinstance(model, nn.parallel.DistributedDataParallel) and i < steps - 1
+        wait = hasattr(model, "no_sync") and i < steps - 1
         with model.no_sync() if wait else contextlib.nullcontext():
             with span("forward"):
                 with autocast(config, x.device):

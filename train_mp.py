@@ -17,6 +17,7 @@ import torch
 
 from distributed.helpers import GridScaler, TensorParallelGradients, share_loss, sliced_dims
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens, share_frames
+from distributed.sharding import share_out
 from train import build_model, build_scaler, data_parallel, forward_backward, train, update_weights
 from utils.checkpoint.state import TrainingState
 from utils.comm import Grid
@@ -67,6 +68,7 @@ def main(
         model = parallelize(build_model(config, data.fields, device), config, grid, shard, device).to(device)
         if config.enable_jit:
             compile_modules(model, config.compile_modules, config.compile_mode)
+        model = share_out(model, config, grid, device)
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device, partial(GridScaler, group=grid.get_group("tp-cp")))
@@ -75,7 +77,7 @@ def main(
     state = TrainingState(model, optimizer, scaler, config.ema_decay, model.stacked(), generators, slices)
     with Run(Job(config, world, device, data), build_model, f"{grid.get_size('tp-cp')}MP", observers) as run:
         run.begin(state, remarks)
-        parallel = data_parallel(model, config, grid.get_group("dp-cp"))
+        parallel = model if config.shard != "none" else data_parallel(model, config, grid.get_group("dp-cp"))
         serial_step = partial(forward_backward, parallel, scaler=scaler, config=config)
         step = make_step(serial_step, grid, gradients, distance)
         update = partial(update_weights, optimizer, scaler, config, total_norm=gradients.norm)

@@ -6,8 +6,8 @@
 PyTorch's fake tensors and its fake process group run the model, the loss, the backward pass and the optimiser of rank 0
 without memory, computation or other ranks. A tracker adds up the memory by part, a counter the collectives by group.
 Gradients go over dp-cp inside DistributedDataParallel, which fake tensors cannot enter: what it holds is held here as
-well, and its bytes are added by formula. An optimiser that keeps less than Adam is counted as Adam. (PyTorch
-has no public names for these tools: test_communication.py.)
+well, and its bytes are added by formula. What ranks share out (`--shard`) they share out here, too. An optimiser that
+keeps less than Adam is counted as Adam. (PyTorch has no public names for these tools: test_communication.py.)
 """
 
 import argparse
@@ -32,7 +32,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.harness.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients, share_loss
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens
+from distributed.sharding import share_out
 from networks.attention import BACKENDS
+from networks.vit import ViT
 from train import build_model, forward_backward
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
@@ -40,8 +42,10 @@ from utils.config.reader import load_config
 from utils.config.settings import Config
 from utils.data.fields import Fields
 from utils.data.loss_weights import distance
+from utils.data.token_shard import TokenShard
 from utils.measure.tables import markdown
 from utils.optimizers import FUSED, build_optimizer
+from utils.shards import own
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
 TP4, CP4, PLAIN, ULYSSES = (
@@ -56,6 +60,8 @@ GRIDS = {
     "cp 4": (1, (*MP, CP4)),
     "cp 4, ulysses": (1, (*MP, CP4, ULYSSES)),
     "dp 64 x tp 4 x cp 4": (64, (*MP, TP4, CP4)),
+    "dp 64 x tp 4 x cp 4, shared gradients": (64, (*MP, TP4, CP4, "--shard=gradients")),
+    "dp 64 x tp 4 x cp 4, shared weights": (64, (*MP, TP4, CP4, "--shard=weights")),
     "16 samples: one rank": (1, MP16),
     "16 samples: tp 4, plain": (1, (*MP16, TP4, PLAIN)),
     "16 samples: tp 4": (1, (*MP16, TP4)),
@@ -124,45 +130,39 @@ def simulate(dp: int, argv: Sequence[str]) -> dict:
 
 def step_of(config: Config, grid: Grid) -> dict:
     """Run two steps and return what `simulate` returns."""
-    shard = shard_tokens(config, grid)
-    fields = Fields.blank(config)
-    # Fused kernels keep the same: the result, a number for each row, and no table of what was dropped.
-    is_fused = config.attention in (*BACKENDS, "flash_attn")
-    kernel = "flash" if is_fused else config.attention  # a CPU has no other
-    serial = build_model(replace(config, attention=kernel, init_from=None), fields)
-    if is_fused:
-        for block in serial.blocks:
-            block.attn.attn_drop = 0.0
-    cpu = torch.device("cpu")
-    model = parallelize(serial, config, grid, shard, cpu)
-    samples = config.local_batch_size * config.accumulation_steps
-    K, shapes = config.longest_rollout, (shard.input_shape, shard.shape, shard.input_shape)
-    inp, target, forced = ((size, *shape) for size, shape in zip(fields.sizes, shapes))
-    batch = [torch.zeros(samples, *inp), torch.zeros(K, samples, *target), torch.zeros(K - 1, samples, *forced)]
+    shard, fields, cpu = shard_tokens(config, grid), Fields.blank(config), torch.device("cpu")
+    model = share_out(parallelize(serial_model(config, fields), config, grid, shard, cpu), config, grid, cpu)
+    batch = blank_batch(config, fields, shard)
     optimizer = build_optimizer(model, config)
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
     scaler = GridScaler("cpu", grid.get_group("tp-cp"), enabled=config.amp_mode == "fp16")
     serial_step = partial(forward_backward, model, scaler=scaler, config=config)
     shared = share_loss(config, grid, shard, cpu)
     step = make_step(serial_step, grid, gradients, distance(config, fields, shard, cpu, **shared))
-    size = sum(p.nbytes for p in model.parameters())
+    size = sum(p.nbytes for p in model.parameters())  # of whole ones, where they are shared out
+
+    def whole_step() -> None:
+        step(*batch)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        gradients.norm([p.grad for p in model.parameters()])
+        optimizer.step()
+
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
+    if config.shard != "none":
+        whole_step()  # the first time, shapes of parts are found by making whole tensors, which no real run does
     tracker.track_external(model, optimizer, *batch)
-    uses_ddp = grid.get_size("dp-cp") > 1 and not config.noddp
+    uses_ddp = grid.get_size("dp-cp") > 1 and not config.noddp and config.shard == "none"
     if uses_ddp:
         tracker.track_external(keep_gradients_in_buckets(model))
     if config.ema_decay is not None:
-        average = torch.empty(size // 4)  # of the weights
+        average = torch.empty(sum(own(p).numel() for p in model.parameters()))
         tracker.track_external(average)
     model.register_forward_hook(lambda *_: after_forward.update(parts_of(tracker, "current")))
     with tracker, counter:
         for _ in range(2):  # in the second step the optimiser has its state
             tracker.reset_mod_stats(), counter.count.clear(), counter.bytes.clear()
-            step(*batch)
-            scaler.unscale_(optimizer)
-            scaler.update()
-            gradients.norm([p.grad for p in model.parameters()])
-            optimizer.step()
+            whole_step()
     if uses_ddp:
         counter.bytes["dp-cp", "all_reduce"] += size  # in buckets
     peak = parts_of(tracker, "peak")
@@ -179,6 +179,26 @@ def step_of(config: Config, grid: Grid) -> dict:
             for group in GROUPS
         },
     }
+
+
+def serial_model(config: Config, fields: Fields) -> ViT:
+    """Return the model as it is on one device, with a kernel of attention that a CPU has."""
+    # Fused kernels keep the same: the result, a number for each row, and no table of what was dropped.
+    is_fused = config.attention in (*BACKENDS, "flash_attn")
+    kernel = "flash" if is_fused else config.attention  # a CPU has no other
+    model = build_model(replace(config, attention=kernel, init_from=None), fields)
+    if is_fused:
+        for block in model.blocks:
+            block.attn.attn_drop = 0.0
+    return model
+
+
+def blank_batch(config: Config, fields: Fields, shard: TokenShard) -> list[torch.Tensor]:
+    """Return a rank's part of a batch: input, targets, and what is known beside the state."""
+    samples, K = config.local_batch_size * config.accumulation_steps, config.longest_rollout
+    shapes = (shard.input_shape, shard.shape, shard.input_shape)
+    inp, target, forced = ((size, *shape) for size, shape in zip(fields.sizes, shapes))
+    return [torch.zeros(samples, *inp), torch.zeros(K, samples, *target), torch.zeros(K - 1, samples, *forced)]
 
 
 def keep_gradients_in_buckets(model: torch.nn.Module) -> torch.Tensor:

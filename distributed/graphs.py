@@ -99,6 +99,11 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
             f"model_backend {config.model_backend} has not been recorded yet, and what its layers do on the host would "
             f"be lost without a word: run train_mp.py, or take --model_backend pytorch"
         )
+    if config.shard != "none":
+        raise ValueError(
+            f"shard {config.shard} has not been recorded yet: it allocates and frees what it gathers in each step; run "
+            f"train_mp.py, or take --shard none"
+        )
     if config.num_iters <= config.graph_warmup:
         raise ValueError(
             f"num_iters {config.num_iters} leaves nothing to replay after graph_warmup {config.graph_warmup}: "

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from distributed.mappings import reduce
 from distributed.parallelize import find_borders
 from utils.comm import Grid
 from utils.config.settings import Config
 from utils.data.token_shard import TokenShard
+from utils.shards import own
 from utils.spans import communication, span
 
 
@@ -44,14 +46,15 @@ class TensorParallelGradients:
         sharded = sliced_dims(model)
         self.is_sharded = [p in sharded for p in model.parameters()]
         self.replicas = [p for p in model.parameters() if p not in sharded] if tokens_over_tp else []
-        self.group = grid.get_group("tp")
+        self.group, self.owners = grid.get_group("tp"), grid.get_group("dp-cp")
+        self.are_shared_out = isinstance(model, FSDPModule)
 
     @torch.no_grad()
     @communication
     def sync(self) -> None:
         """Add up the gradients of replicas over tp: each rank's tokens gave a part of them."""
         if self.replicas:
-            grads = [p.grad for p in self.replicas]
+            grads = [own(p.grad) for p in self.replicas]
             flat = torch.cat([g.flatten() for g in grads])
             dist.all_reduce(flat, group=self.group)
             for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
@@ -60,9 +63,11 @@ class TensorParallelGradients:
     def norm(self, grads: list[Tensor]) -> Tensor:
         """Return the norm of the whole model's gradient; `grads` are in the order of the parameters."""
         replicas, shards = (
-            nn.utils.get_total_norm([g for g, s in zip(grads, self.is_sharded) if s == sharded]).square()
+            nn.utils.get_total_norm([own(g) for g, s in zip(grads, self.is_sharded) if s == sharded]).square()
             for sharded in (False, True)
         )
+        if self.are_shared_out:
+            replicas, shards = reduce(torch.stack([replicas, shards]), self.owners)
         return (replicas + reduce(shards, self.group)).sqrt()
 
 

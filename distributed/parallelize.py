@@ -37,6 +37,8 @@ def check_parallel(config: Config, grid: Grid) -> None:
             f"take context_parallel {_divisors(heads // tp)}, or --cp_attention gather"
         )
     check_slices(config, tp)
+    if config.noddp and config.shard != "none":
+        raise ValueError(f"noddp with shard {config.shard}: ranks own parts of the gradients; leave --noddp out")
     if config.sp_regather and not is_sequence_parallel(config, grid):
         raise ValueError(
             f"sp_regather needs sequence parallelism, and tensor_parallel is {tp}: take 2 or more, without "

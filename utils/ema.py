@@ -12,20 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from utils.shards import drop_gathered, own
+
 
 class MovingAverage:
-    """The average of the weights that this rank holds: of a sliced weight its slice."""
+    """The average of the weights that this rank holds: of a sliced weight its slice, of one shared out its part."""
 
     def __init__(self, model: nn.Module, decay: float):
-        self.parameters, self.decay = dict(model.named_parameters()), decay
-        self.average = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.model, self.decay = model, decay
+        self.weights = {name: own(p) for name, p in model.named_parameters()}
+        self.average = {name: x.clone() for name, x in self.weights.items()}
         self.is_in_place = False
 
     @torch.no_grad()
     def update(self, steps: int) -> None:
         """Take the weights in, after so many steps."""
         decay = min(self.decay, (1 + steps) / (10 + steps))
-        get_ema_multi_avg_fn(decay)(list(self.average.values()), list(self.parameters.values()), steps)
+        get_ema_multi_avg_fn(decay)(list(self.average.values()), list(self.weights.values()), steps)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -38,13 +41,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        for name, p in self.parameters.items():
-            weights = p.clone()
-            p.copy_(self.average[name])
+        drop_gathered(self.model)
+        for name, x in self.weights.items():
+            weights = x.clone()
+            x.copy_(self.average[name])
             self.average[name].copy_(weights)
         self.is_in_place = not self.is_in_place
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the weights and their average, by name, whichever of them the model has."""
-        held = {name: p.detach() for name, p in self.parameters.items()}
-        return (self.average, held) if self.is_in_place else (held, self.average)
+        return (self.average, self.weights) if self.is_in_place else (self.weights, self.average)

@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from utils.config.settings import Config
+from utils.shards import own
 
 BETAS = (0.9, 0.95)
 FUSED = ("Adam", "AdamW")  # which PyTorch has in one fused kernel, and such that CUDA graphs can record them
@@ -31,10 +33,17 @@ def check_optimizer(config: Config) -> None:
 
 def check_slices(config: Config, tensor_parallel: int) -> None:
     """Raise ValueError where a slice of a weight is not optimised as its part of the whole weight is."""
-    if config.optimizer not in FUSED and tensor_parallel > 1:
+    if config.optimizer in FUSED:
+        return
+    if tensor_parallel > 1:
         raise ValueError(
             f"optimizer {config.optimizer} looks at whole weights, and tensor_parallel {tensor_parallel} slices them: "
             f"take {' or '.join(FUSED)}, or --context_parallel"
+        )
+    if config.shard != "none":
+        raise ValueError(
+            f"optimizer {config.optimizer} looks at whole weights, and shard {config.shard} cuts them: "
+            f"take {' or '.join(FUSED)}, or --shard none"
         )
 
 
@@ -81,7 +90,9 @@ def kept_of(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Tens
     """Return what the optimiser keeps for a parameter, by name: plain tensors, those of which others are made."""
     found = {}
     for name, value in optimizer.state[p].items():
-        if is_traceable_wrapper_subclass(value):
+        if isinstance(value, DTensor):
+            found[name] = own(value)
+        elif is_traceable_wrapper_subclass(value):
             found |= {f"{name}_{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
         elif isinstance(value, Tensor):
             found[name] = value
@@ -104,7 +115,7 @@ def init_moments(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for p, grad in zip(parameters, grads):
         p.grad = grad
-        for value in optimizer.state[p].values():
+        for value in map(own, optimizer.state[p].values()):
             value.copy_(torch.zeros(value.shape, dtype=value.dtype, device=value.device))
     for group, lr in zip(optimizer.param_groups, rates):
         set_lr(group, lr)

@@ -25,6 +25,7 @@ class Mode:
         reference: which run of train.py it is compared with; `None` for none.
         times_serial: the bound of the gradients, in errors of train.py itself in this mode. Losses are then compared
             with those of train.py in the same mode.
+        like: the mode that train.py has for this one, where it does not know a flag; by default this one.
     """
 
     flags: tuple[str, ...] = ()
@@ -34,6 +35,7 @@ class Mode:
     )
     reference: str | None = "float64"
     times_serial: float | None = None
+    like: str | None = None
 
 
 # Forecasts of several steps, windows that overlap, a mean that is kept. Longer forecasts, fewer iterations.
@@ -97,18 +99,35 @@ MODES = {
         (*ROLLOUTS["overlap, 2 steps"], "--amp_mode", "fp16"), **HALF, reference="overlap, 2 steps"
     ),
 }
+GRADIENTS, WEIGHTS = (("--shard", kind) for kind in ("gradients", "weights"))
+MODES |= {
+    "shared gradients": Mode(GRADIENTS),
+    "shared weights": Mode(WEIGHTS),
+    "shared gradients, accumulation": Mode((*GRADIENTS, *MODES["accumulation"].flags)),
+    "shared weights, accumulation": Mode((*WEIGHTS, *MODES["accumulation"].flags)),
+    "shared gradients, recomputed, compiled": Mode((*GRADIENTS, *MODES["recomputed, compiled"].flags)),
+    "shared weights, recomputed": Mode((*WEIGHTS, *MODES["recomputed"].flags)),
+    "shared weights, compile": Mode((*WEIGHTS, "--enable_jit")),
+    "shared weights, re-gather": Mode((*WEIGHTS, "--sp_regather")),
+    "shared gradients, clipping": Mode((*GRADIENTS, *MODES["clipping"].flags), reference="clipping"),
+    "shared weights, dropout": Mode((*WEIGHTS, *MODES["dropout"].flags), bounds=(), reference=None),
+    "shared weights, overlap, 2 steps": Mode((*WEIGHTS, *ROLLOUTS["overlap, 2 steps"]), reference="overlap, 2 steps"),
+    "shared gradients, fp16": Mode((*GRADIENTS, "--amp_mode", "fp16"), **HALF, like="fp16"),
+    "shared weights, fp16": Mode((*WEIGHTS, "--amp_mode", "fp16"), **HALF, like="fp16"),
+}
 # What train.py runs in one process.
 OWN = ("clipping", "4,050 tokens", "DropPath", "weighted loss", "loss of gradients", "beside the state", *ROLLOUTS)
 SERIAL = {
     "float64": Mode(),
     "20 steps": Mode(("--num_iters", "20")),
     **{name: MODES[name] for name in OWN},
-    **{name: mode for name, mode in MODES.items() if mode.times_serial},
+    **{name: mode for name, mode in MODES.items() if mode.times_serial and not mode.like},
 }
 # What every grid runs.
 EVERYWHERE = [
     ("32 tokens", "1, then 4 steps"), ("21 tokens", "overlap"), ("21 tokens", "overlap, 4 steps"),
     ("16 tokens", "2 steps"), ("10 tokens", "float64"), ("10 tokens", "overlap, 2 steps"),
+    ("10 tokens", "shared gradients"), ("10 tokens", "shared weights"),
 ]  # fmt: skip
 NAMED_IMAGE, FULL_IMAGE = "10 tokens", "4,050 tokens"  # the latter is a mode too: two steps, two samples
 
@@ -182,7 +201,8 @@ def runs_of(ranks: int, images: list[str], modes: list[str], named: int) -> list
 
 def is_allowed(grid: dict, mode: str) -> bool:
     """Whether train_mp.py takes the mode: plain tensor parallelism has no dropout and nothing to re-gather."""
-    return grid["sequence_parallel"] or not (mode == "re-gather" or mode == "dropout" and grid["tensor_parallel"] > 1)
+    drops = "--dropout" in MODES[mode].flags and grid["tensor_parallel"] > 1
+    return grid["sequence_parallel"] or not (drops or "--sp_regather" in MODES[mode].flags)
 
 
 def label(grid: dict) -> str:

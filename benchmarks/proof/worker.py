@@ -31,8 +31,9 @@ from utils.observers import Observer
 from utils.ranks.start import join
 from utils.ranks.world import World
 from utils.run.run import Run
+from utils.shards import whole
 
-OVERFLOWN = "blocks.0.mlp.fc1.weight"  # sharded over tp
+OVERFLOWN = "blocks.0.mlp.fc1"  # its weight is sharded over tp
 # Before 2.13, PyTorch's flash attention for CPUs fails in float64 where it is compiled.
 COMPILED = ["--attention", "math"] if torch.__version__ < "2.13" else []
 
@@ -54,27 +55,29 @@ class Kept(Observer):
 
     def keep_gradients(self) -> None:
         if "gradients" not in self.found:
-            grads = {name: p.grad for name, p in self.model.named_parameters()}
+            grads = {name: whole(p.grad) for name, p in self.model.named_parameters()}
             self.found["gradients"] = {name: grad.to("cpu", torch.float64, copy=True) for name, grad in grads.items()}
 
     def close(self, error: BaseException | None) -> None:
         state, sharded = self.run.state, sliced_dims(self.model)
-        self.found["weights"] = {n: p.detach().to("cpu", copy=True) for n, p in self.model.named_parameters()}
+        self.found["weights"] = {n: whole(p).to("cpu", copy=True) for n, p in state.parameters.items()}
         self.found["sharded"] = {n: sharded[p] for n, p in self.model.named_parameters() if p in sharded}
         self.found["stacked"] = state.stacked
         self.found["scale"] = state.scaler.get_scale()
-        self.found["steps"] = int(state.optimizer.state[next(self.model.parameters())]["step"])
+        self.found["steps"] = int(state.optimizer.state[next(iter(state.parameters.values()))]["step"])
 
 
 def overflow_once(model: nn.Module) -> None:
     """Let the gradient of one weight be infinite in the second step, on this rank, before any exchange."""
     calls = []
 
-    def hook(grad):
-        calls.append(grad)
-        return torch.full_like(grad, float("inf")) if len(calls) == 2 else grad
+    def before(layer: nn.Module, _: tuple) -> None:
+        calls.append(layer)
+        if len(calls) == 2:
+            entry.remove()
+            hook = layer.weight.register_hook(lambda grad: hook.remove() or torch.full_like(grad, float("inf")))
 
-    model.get_parameter(OVERFLOWN).register_hook(hook)
+    entry = model.get_submodule(OVERFLOWN).register_forward_pre_hook(before)
 
 
 def trained(main: Callable, argv: list[str], world: World, overflows: bool) -> dict:
@@ -227,10 +230,10 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
             torch.compiler.reset()
             counters.clear()
             torch.set_default_dtype(getattr(torch, mode.dtype))
-            overflows = name == "fp16" and rank == ranks - 1
+            overflows = (mode.like or name) == "fp16" and rank == ranks - 1
             argv = flags(case["grid"], image, mode, folder) + (COMPILED if "--enable_jit" in mode.flags else [])
             kept = trained(train_mp.main, argv, world, overflows)
-            exact, alike = references.get((image, mode.reference)), references.get((image, name))
+            exact, alike = references.get((image, mode.reference)), references.get((image, mode.like or name))
             tp, cp, order = (case["grid"][key] for key in ("tensor_parallel", "context_parallel", "parallel_order"))
             everyone, grid = [None] * ranks, Grid(ranks, rank, tp, cp, order)
             dist.all_gather_object(everyone, findings(mode, kept, exact, alike, tp, grid.get_rank("tp")))

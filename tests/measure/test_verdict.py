@@ -135,6 +135,14 @@ def test_what_takes_less_memory():
     small = Config(global_batch_size=1, activation_checkpoint="block").with_batches(1)
     assert list(memory_advice(2.0, 1.0, small)) == ["--context_parallel 2 of train_mp.py"]
     assert list(memory_advice(1.0, 2.0, small)) == ["--tensor_parallel 2 of train_mp.py"]
+    shards = {
+        "none": ["--shard gradients of train_mp.py"],
+        "gradients": ["--shard weights of train_mp.py"],
+        "weights": [],
+    }
+    for shard, first in shards.items():
+        several = Config(global_batch_size=4, shard=shard).with_batches(4)
+        assert list(memory_advice(1.0, 2.0, several)) == [*first, "--tensor_parallel 2 of train_mp.py"]
 
 
 def test_who_runs_out_of_memory_learns_what_filled_it(tiny, monkeypatch):

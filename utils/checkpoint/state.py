@@ -7,8 +7,8 @@
     random.NAME                    a generator that draws the same on all ranks
 
 A parameter that holds several matrices, one below the other, is stored with these apart, [3, D, ...]: each is sliced by
-itself. A rank of a tensor parallel group holds a slice of some tensors. It is handed to torch.distributed.checkpoint as
-part of a DTensor, which knows where in the whole tensor the slice lies.
+itself. A rank of a tensor parallel group holds a slice of some tensors, and with `--shard` a part of that. It is handed
+to torch.distributed.checkpoint with its place in the whole tensor (utils/checkpoint/boxes.py).
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from utils.checkpoint import store as checkpoint
+from utils.checkpoint.boxes import Boxes, Place
 from utils.ema import MovingAverage
 from utils.optimizers import init_moments, kept_of
 from utils.ranks.agree import first_message
+from utils.shards import own, part_of
 
 
 @dataclass(eq=False)
@@ -42,27 +44,22 @@ class TrainingState:
 
     def __post_init__(self):
         self.average = None if self.ema_decay is None else MovingAverage(self.model, self.ema_decay)
-        sliced, self.group = self.slices
-        self.sliced = {name: sliced[p] for name, p in self.model.named_parameters() if p in sliced}
-        self.mesh: DeviceMesh | None = None
+        # As they are now: while weights are gathered, the model has others.
+        self.parameters = dict(self.model.named_parameters())
+        self.places = {name: self._place(name, p) for name, p in self.parameters.items()}
         self.host: dict[str, Tensor] = {}  # copies in the host's memory, allocated once
 
     def tensors(self) -> dict[str, Tensor]:
         """Return weights, their average and optimiser, by name; views of what the model and the optimiser hold."""
         init_moments(self.optimizer)
-        weights = {name: p.detach() for name, p in self.model.named_parameters()}
+        weights = {name: own(p) for name, p in self.parameters.items()}
         average = {}
         if self.average:
             weights, average = self.average.tensors()
         found = {f"model.{name}": x for name, x in weights.items()} | {f"ema.{name}": x for name, x in average.items()}
-        for name, p in self.model.named_parameters():
+        for name, p in self.parameters.items():
             for key, value in kept_of(self.optimizer, p).items():
                 found[f"optimizer.{name}.{key}"] = value
-        shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        for name, x in found.items():
-            parameter = _parameter(name)
-            if parameter in self.stacked and x.shape == shapes[parameter]:
-                found[name] = x.unflatten(0, (self.stacked[parameter], -1))
         return found
 
     def copy_to_host(self) -> None:
@@ -89,18 +86,27 @@ class TrainingState:
         return found
 
     def shards(self) -> dict[str, Tensor]:
-        """Return the host's copies as torch.distributed.checkpoint takes them: slices as parts of DTensors."""
+        """Return the host's copies as torch.distributed.checkpoint takes them: each with its place in the whole."""
         self.wait_for_copy()
         return {name: self._as_shard(name, x) for name, x in self.host.items()}
 
+    def _place(self, name: str, p: nn.Parameter) -> Place:
+        sliced, group = self.slices
+        shared_dim, first = part_of(p)
+        place = Place(tuple(p.shape), self.stacked.get(name, 1), shared_dim=shared_dim, first=first)
+        if p in sliced:
+            place = place._replace(dim=sliced[p], index=dist.get_rank(group), count=dist.get_world_size(group))
+        return place
+
     def _as_shard(self, name: str, x: Tensor) -> Tensor:
         parameter = _parameter(name)
-        if parameter not in self.sliced or not x.ndim or dist.get_world_size(self.group) == 1:
+        p = self.parameters.get(parameter)
+        if p is None or x.shape != own(p).shape:  # a generator; what an optimiser keeps in another shape
             return x
-        if self.mesh is None:
-            self.mesh = DeviceMesh.from_group(self.group, "cpu")
-        dim = self.sliced[parameter] + (parameter in self.stacked)
-        return DTensor.from_local(x, self.mesh, [Shard(dim)], run_check=False)
+        place = self.places[parameter]
+        if isinstance(p, DTensor) or place.count > 1:
+            return Boxes(place.whole, place.boxes(x), x.dtype)
+        return x.view(place.whole)
 
     def load(self, folder: Path, same_ranks: bool) -> None:
         """Set everything to what a checkpoint holds. Raises Unreadable, on all ranks; then nothing has changed.

@@ -233,6 +233,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
         ("--loss weighted", config.loss == "weighted", ("loss_channels", "loss_levels", "loss_latitude")),
         ("--optimizer AdamW", config.optimizer == "AdamW", ("weight_decay",)),
         ("--model_backend transformer-engine", config.model_backend != "pytorch", ("fp8",)),
+        ("--shard none", config.shard == "none", ("bucket_cap_mb", "disable_broadcast_buffers")),
         ("--rollout_steps", config.rollout_steps != FIELDS["rollout_steps"].default, ("rollout_from",)),
     ):
         changed = (name for name in names if getattr(config, name) != FIELDS[name].default)

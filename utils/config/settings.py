@@ -239,6 +239,11 @@ class Keys:
     bucket_cap_mb: int = key(25, "size of a gradient bucket of DDP, in MiB", "run", at_least=1, at_most=2**20)
     disable_broadcast_buffers: bool = key(False, "DDP does not broadcast buffers before each forward pass", "run")
 
+    shard: str = key(
+        "none", "what data parallel ranks share out: gradients and optimiser, or weights, too", "run",
+        choices=("none", "gradients", "weights"), chapter=2,
+    )  # fmt: skip
+
     # Model parallelism
     tensor_parallel: int = key(1, "ranks that split the weights of a layer", "run", at_least=1, chapter=2)
     context_parallel: int = key(1, "ranks that split the tokens of an image", "run", at_least=1, chapter=2)

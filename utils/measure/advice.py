@@ -37,9 +37,19 @@ CONDITIONS = {
         c.tensor_parallel * c.context_parallel < len(m.nodes) and c.accumulation_steps == 1
     ),
     "gathers over context ranks": lambda m, c: c.context_parallel > 1 and c.cp_attention == "gather",
+    "all ranks hold all": lambda m, c: c.shard == "none" and may_share(c),
+    "all ranks hold the weights": lambda m, c: c.shard == "gradients" and may_share(c),
     "tensor parallel": lambda m, c: c.tensor_parallel > 1,
     "slowest rank looks aside": lambda m, c: m.slowest_rank()[1] in ASIDE,
 }
+
+
+def may_share(config: Config) -> bool:
+    """Whether several ranks hold the same weights, and could share them out."""
+    several = (
+        config.context_parallel > 1 or config.global_batch_size > config.local_batch_size * config.accumulation_steps
+    )
+    return several and config.optimizer in FUSED and not config.noddp
 
 
 def depth(config: Config) -> int:

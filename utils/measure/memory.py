@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from utils.device import cached_gb, memory_gb, peak_memory_gb
 from utils.ema import MovingAverage
 from utils.optimizers import kept_of
+from utils.shards import own
 
 
 @dataclass(eq=False)
@@ -45,8 +46,8 @@ class MemoryWatch:
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return the tensors that live longer than a step, by part."""
         parts = {
-            "weights": [*self.model.parameters(), *self.model.buffers()],
-            "gradients": [p.grad for p in self.model.parameters() if p.grad is not None],
+            "weights": [own(x) for x in (*self.model.parameters(), *self.model.buffers())],
+            "gradients": [own(p.grad) for p in self.model.parameters() if p.grad is not None],
             "optimizer": [x for p in self.optimizer.state for x in kept_of(self.optimizer, p).values()],
         }
         return parts | ({"average": list(self.average.average.values())} if self.average else {})

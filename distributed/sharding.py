@@ -1,0 +1,75 @@
+"""What data parallel ranks would all hold, shared out among them: gradients and optimiser, or the weights, too.
+
+Each rank owns a part of every parameter, and of its moments. Before a block runs, its weights are gathered; after its
+backward pass gradients are reduced and scattered, so that each owner has the mean of its part, and takes Adam's step
+for it. That is PyTorch's fully_shard (Zhao et al. 2023, PyTorch FSDP), an edition of ZeRO (Rajbhandari et al. 2020).
+"""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DeviceMesh, Shard
+
+from networks.vit import ViT
+from utils.comm import Grid
+from utils.config.settings import Config
+
+# PyTorch keeps a mesh for the life of a process and takes it for another of the same ranks and names: that of a run
+# before, whose groups are gone. So each has a name of its own.
+MESHES = itertools.count()
+
+
+def share_out(model: ViT, config: Config, grid: Grid, device: torch.device) -> ViT:
+    """Share out what `config.shard` says over dp-cp, in place, and return the model.
+
+    `gradients` keeps a block's weights from its forward pass to its backward pass, so a step sends what
+    DistributedDataParallel sends: an all-gather and a reduce-scatter are an all-reduce. `weights` gathers them once
+    more in the backward pass: 1.5 times the bytes, and no rank ever holds more than the weights of some blocks.
+
+    Raises ValueError where the model is compiled as one.
+    """
+    if config.shard == "none" or grid.get_size("dp-cp") == 1:
+        return model
+    if "forward" in vars(model):
+        raise ValueError(
+            f"compile_modules takes the whole model as one, and shard {config.shard} gathers its weights block by "
+            f"block: take --compile_modules Block"
+        )
+    names = (f"dp-cp {next(MESHES)}",)
+    with unset_fake_temporarily():  # benchmarks/simulate.py: a mesh is a tensor with values
+        mesh = DeviceMesh.from_group(grid.get_group("dp-cp"), device.type, mesh_dim_names=names)
+    keeps = config.shard == "gradients"
+    cut = partial(_dim_to_cut, mesh.size())
+    options = {"mesh": mesh, "reshard_after_forward": not keeps, "shard_placement_fn": cut}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    model.no_sync = partial(_without_sums, model, keeps)
+    # It warns of outputs that are views, lest somebody changes them in place: nobody does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    return model
+
+
+def _dim_to_cut(ranks: int, p: nn.Parameter) -> Shard | None:
+    """Return the dim to cut: the first (None), but of [1, N, D] the last of those that divide evenly."""
+    even = [dim for dim in range(1, p.ndim) if p.shape[dim] % ranks == 0]
+    return Shard(even[-1]) if p.shape[0] == 1 and even else None
+
+
+@contextlib.contextmanager
+def _without_sums(model: nn.Module, keeps: bool) -> Iterator[None]:
+    """Let backward passes add up whole gradients on this rank, as DDP's `no_sync` does, and send nothing."""
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not keeps)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)

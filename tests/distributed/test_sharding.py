@@ -2,6 +2,7 @@
 its moving average, and what is refused. That training is the same is the certificate's to prove (`shared ...`)."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -160,9 +161,13 @@ def test_averages_and_validations_are_those_of_ddp(tiny):
             assert done.returncode == 0, done.stderr[-3000:]
             assert "Warning" not in done.stderr
         folder = run_folder(argv, "1MP")
+        log = (folder / "out.log").read_text()
         epochs = records(folder, "epoch")
         found[shard] = [(event["valid_loss"], event["valid_loss_ema"], event["train_loss"]) for event in epochs]
         memory = epochs[-1]["memory_gb"]
+    told = re.search(r"([\d,]+) parameters on each rank.*\n.*Shared out: weights; rank 0 owns ([\d,]+)", log)
+    whole, owned = (int(number.replace(",", "")) for number in told.groups())
+    assert owned == pytest.approx(whole / 2, rel=0.01)
     torch.testing.assert_close(torch.tensor(found["gradients"]), torch.tensor(found["none"]), rtol=1e-5, atol=0)
     assert found["weights"] == found["gradients"] and len(found["none"]) == 3
     assert memory["optimizer"] == pytest.approx(2 * memory["weights"], rel=0.1)  # parts, both

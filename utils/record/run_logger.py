@@ -22,6 +22,7 @@ from utils.observers import EpochRecord, Observer
 from utils.plots import forecast_figure, render
 from utils.record.boards import Curves
 from utils.record.log import close_log, open_log
+from utils.shards import own
 from utils.spans import in_span
 
 
@@ -122,6 +123,9 @@ class RunLogger(Observer):
             self.flops / 1e9,
             model.blocks[0].attn.kernel.replace("auto", "SDPA's choice"),
         )
+        owned = sum(own(p).numel() for p in model.parameters())
+        if config.shard != "none":
+            logging.info("Shared out: %s; rank 0 owns %s parameters and their moments", config.shard, f"{owned:,}")
         logging.info("Peak of one device for MFU: %.4g TFLOP/s (%s)", self.peak / 1e12, source)
 
     def step_is_known(self, record: dict[str, Any]) -> None:

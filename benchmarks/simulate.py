@@ -229,7 +229,7 @@ def table(results: dict[str, dict]) -> str:
     rows = []
     for name, r in results.items():
         parts, sent = r["after_forward"], [r["sent"][axes] for axes in ("tp", "cp", "dp-cp")]
-        sizes = [4 * r["parameters"], parts["Optstate"], parts["Activation"], r["peak"], *sent]
+        sizes = [parts["Parameter"], parts["Optstate"], parts["Activation"], r["peak"], *sent]
         count = f"{r['parameters'] / 1e6:.1f} million"
         rows.append([name, f"{r['tokens']:,}", count, *(f"{size / MB:,.0f}" for size in sizes)])
     return markdown(head, rows)

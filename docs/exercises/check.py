@@ -1,17 +1,21 @@
-"""Check a solution of the exercise: its ParallelMLP on 2 and on 4 ranks against the whole MLP, in float64.
+"""Check a solution of an exercise on 2 and on 4 ranks, in float64.
 
-    python docs/exercises/check.py docs/exercises/tensor_parallel_mlp.py
+    python docs/exercises/check.py docs/exercises/tensor_parallel_mlp.py    its ParallelMLP against the whole MLP
+    python docs/exercises/check.py docs/exercises/owned_adam.py             its OwnedAdam against Adam of mean gradients
 
 Prints what is right and, at the first thing that is not, what to think about. Exit code 0 if all is right.
 """
 
+import contextlib
 import copy
 import importlib.util
 import multiprocessing
 import queue
 import sys
 import tempfile
+import warnings
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -29,12 +33,12 @@ class Wrong(Exception):
     """What is not right yet."""
 
 
-def load(path: str):
-    """Return the ParallelMLP of the file at `path`."""
+def load(path: str) -> ModuleType:
+    """Return the file at `path` as a module."""
     spec = importlib.util.spec_from_file_location("solution", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.ParallelMLP
+    return module
 
 
 def close(a, b) -> bool:
@@ -43,14 +47,91 @@ def close(a, b) -> bool:
 
 def check(path: str, rank: int, size: int) -> None:
     """Raise Wrong at the first thing that is not right."""
-    sums, all_reduce = [], dist.all_reduce
+    calls: list[str] = []
 
-    def counted(tensor, *args, **kwargs):
-        sums.append(tensor)
-        return all_reduce(tensor, *args, **kwargs)
+    def counted(name: str):
+        function = getattr(dist, name)
 
-    with mock.patch("torch.distributed.all_reduce", counted):  # before the solution is loaded
-        compare(load(path), rank, size, sums)
+        def call(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as patches:  # before the solution is loaded
+        for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
+            patches.enter_context(mock.patch(f"torch.distributed.{name}", counted(name)))
+        solution = load(path)
+        if hasattr(solution, "OwnedAdam"):
+            compare_adam(solution.OwnedAdam, rank, size, calls)
+        elif hasattr(solution, "ParallelMLP"):
+            compare(solution.ParallelMLP, rank, size, calls)
+        else:
+            raise Wrong(f"{path} has neither a ParallelMLP nor an OwnedAdam: begin with the file of an exercise")
+
+
+def compare_adam(owned_adam: type, rank: int, size: int, calls: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))  # 32 numbers
+    model.register_parameter("more", nn.Parameter(torch.randn(3)))  # 35: they do not divide
+    whole = copy.deepcopy(model)
+    reference, optimizer = torch.optim.Adam(whole.parameters(), 0.1), owned_adam(model.parameters(), 0.1, rank, size)
+    before = [p.detach().clone() for p in model.parameters()]
+    check_part(optimizer.own.detach(), torch.cat([p.flatten() for p in before]), rank, size)
+    data = torch.randn(3, size, 4, 3)  # of three steps, each rank's samples
+    for step, batches in enumerate(data):
+        gradients = []
+        for batch in batches:
+            gradients.append(torch.autograd.grad(loss_of(whole, batch), list(whole.parameters())))
+        for p, *of_ranks in zip(whole.parameters(), *gradients):
+            p.grad = torch.stack(of_ranks).mean(0)
+        model.zero_grad(set_to_none=True)
+        loss_of(model, batches[rank]).backward()
+        calls.clear()
+        optimizer.step()
+        if step == 0:
+            check_owner(optimizer, whole, rank, size, calls)
+        reference.step()
+        if all(torch.equal(p, x) for p, x in zip(model.parameters(), before)):
+            raise Wrong("the parameters are what they were: what the owners computed must come back to all (TODO 4)")
+        for (name, p), expected in zip(model.named_parameters(), whole.parameters()):
+            if not close(p.detach(), expected.detach()):
+                raise Wrong(f"after step {step + 1}, {name} is not what Adam makes of the mean gradients (TODO 4)")
+    say(rank, "three steps are those of Adam on one process")
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch).square().mean() + 1) * (model.more.square().sum() + 1)
+
+
+def part_of(row: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return torch.cat([row, row.new_zeros(-len(row) % size)]).chunk(size)[rank]
+
+
+def check_part(own: torch.Tensor, row: torch.Tensor, rank: int, size: int) -> None:
+    expected = part_of(row, rank, size)
+    if own.numel() > expected.numel():
+        raise Wrong(
+            f"a rank owns {own.numel()} numbers of {len(row)}, and {expected.numel()} are its part (TODO 1 and 2)"
+        )
+    if not close(own, expected):
+        raise Wrong("what a rank owns is not its stretch of the row: rank 0 has the first, and so on (TODO 2)")
+    say(rank, "each rank owns its part, and so the moments of that")
+
+
+def check_owner(optimizer, whole: nn.Module, rank: int, size: int, calls: list[str]) -> None:
+    expected = part_of(torch.cat([p.grad.flatten() for p in whole.parameters()]), rank, size)
+    grad = optimizer.own.grad
+    if grad is None:
+        raise Wrong("self.own has no gradient: its step changes nothing (TODO 3)")
+    if close(grad, size * expected):
+        raise Wrong(f"the gradient is {size} times the mean: a sum; Adam hides that, the next reader does not (TODO 3)")
+    if not close(grad, expected):
+        raise Wrong("the gradient is not the mean over the ranks of this rank's part (TODO 3)")
+    say(rank, "its gradient is the mean over the ranks")
+    if sorted(calls) != ["all_gather_into_tensor", "reduce_scatter_tensor"]:
+        raise Wrong(f"a step calls {', '.join(calls) or 'nothing'}: one reduce-scatter and one all-gather are enough")
+    say(rank, "one reduce-scatter, one all-gather")
 
 
 def compare(parallel_mlp: type[nn.Module], rank: int, size: int, sums: list) -> None:
@@ -117,6 +198,7 @@ def say(rank: int, what: str) -> None:
 
 def run(path: str, rank: int, size: int, folder: str, verdicts) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)  # of functions that PyTorch renames
     torch.set_default_dtype(torch.float64)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=size)
     verdicts.put(None)  # it is here
@@ -157,7 +239,7 @@ def main(path: str) -> int:
         if wrong:
             print(f"  not yet: {wrong}")
             return 1
-    print("all right: this MLP is the whole one, shared out")
+    print("all right: it is the whole one, shared out")
     return 0
 
 

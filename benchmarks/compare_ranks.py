@@ -46,7 +46,8 @@ def newest_traces(folder: Path) -> dict[int, Path]:
             paths[int(match[1])] = path
     advice = "train on several with --profile torch --profile_ranks all, and give the run's folder"
     if not paths:
-        raise ValueError(f"{folder} has no traces: {advice}")
+        found = f"{folder} has no traces" if folder.is_dir() else f"there is no folder {folder}"
+        raise ValueError(f"{found}: {advice}")
     size = read_trace([*paths.values()][-1]).get("distributedInfo", {}).get("world_size", 1)
     missing = [rank for rank in range(size) if rank not in paths]
     if missing or size < 2:
@@ -116,7 +117,7 @@ def compare(paths: dict[int, Path]) -> list[dict[str, Any]]:
     except ImportError:
         raise ValueError(
             "Holistic Trace Analysis is not installed: `pip install --no-deps HolisticTraceAnalysis==0.5.0` and "
-            "`pip install pandas plotly`"
+            "`pip install 'pandas<3' plotly`"
         ) from None
     logging.disable(logging.WARNING)  # it tells of each file
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

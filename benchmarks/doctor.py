@@ -64,7 +64,7 @@ def communication(flags: list[str], nproc: int, sent: dict[str, float], step: fl
     for network in measured["networks"] if spread(nproc)[0] > 1 else ():
         slow = network == "Socket"
         yield Line(f"NCCL's network between nodes: {network}", finding("network") if slow else None)
-    yield Line(f"ranks {'have cores of their own' if own else 'share their cores'}: {len(together)} on this node")
+    yield Line(f"ranks {'have cores of their own' if own else 'share their cores'}, {len(together)} on this node")
     for group in dict.fromkeys(name.split()[0] for name in found):
         speeds = {kind: found[f"{group} {kind}"]["gb_per_sec"] for kind in ("all_reduce", "all_gather")}
         told = f"{group} of {found[f'{group} all_reduce']['ranks']} ranks: each sends "
@@ -174,9 +174,10 @@ def values(data: WeatherData) -> Iterator[Line]:
 
 def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
     """Compare the memory that a rank of this section needs with what there is for each of the `here` on this node."""
-    parts = {"weights": 4 * found["parameters"], "optimiser": found["after_forward"]["Optstate"]}
-    parts |= {"gradients": parts["weights"], "activations": found["after_forward"]["Activation"]}
-    parts |= {} if config.ema_decay is None else {"average": parts["weights"]}
+    held = found["after_forward"]
+    owned = held["Optstate"] // 2  # of two moments each: of all weights, or of those that a rank owns
+    parts = {"weights": held["Parameter"], "optimiser": held["Optstate"], "gradients": owned}
+    parts |= {"activations": held["Activation"]} | ({} if config.ema_decay is None else {"average": owned})
     needed = found["peak"] / 2**30
     told = f"a rank needs {needed:.2f} GiB for tensors: "
     told += ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())

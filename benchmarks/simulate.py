@@ -247,6 +247,7 @@ def main() -> None:
         results = {name: simulate(dp, argv) for name, (dp, argv) in grids.items()}
     except ValueError as error:
         sys.exit(f"simulate.py: {error}")
+    print("What rank 0 holds, and sends in a step, in MB (1e6 bytes):")
     print(table(results))
     if args.json:
         figures = {f"{name}: peak": r["peak"] for name, r in results.items()}

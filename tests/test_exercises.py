@@ -56,12 +56,12 @@ MLP, ADAM = RIGHT
         (ADAM, ", op=dist.ReduceOp.AVG", "", "the gradient is 2 times the mean: a sum"),
         (ADAM, "        self.own.grad = mean\n", "", "self.own has no gradient"),
         (ADAM, "            p.data.copy_(x.view_as(p))", "            pass", "what the owners computed must come back"),
-        (ADAM, "row.chunk(self.size)[self.rank].clone()", "row.clone()", "owns 36 of 35 numbers, and 18 are its part"),
+        (ADAM, "row.chunk(self.size)[self.rank].clone()", "row.clone()", "owns 36 numbers of 35, and 18 are its part"),
         (
             ADAM,
             "chunk(self.size)[self.rank]",
             "chunk(self.size)[self.rank - 1]",
-            "the mean over the ranks of this rank's part",
+            "is not its stretch of the row",
         ),
         (
             ADAM,

@@ -1,6 +1,7 @@
 """The optimisers: Adam and AdamW, fused or not, and two that keep less: Adafactor, and Adam with moments of 8 bits."""
 
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 def _adam_8bit() -> type[torch.optim.Optimizer]:
     """Return torchao's Adam. Raises ImportError where it is not installed."""
+    # What is compiled is not kept from one process to the next: of no use to who trains.
+    warnings.filterwarnings("ignore", ".*does not implement _stable_hash_for_caching")
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it tells of kernels for GPUs that are not here
     try:

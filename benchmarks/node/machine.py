@@ -107,9 +107,12 @@ def connections(config: Config, dp: int, here: int, record: Path | None) -> Iter
 
 def libraries() -> Iterator[Line]:
     """Say which kernels of attention PyTorch has, with versions where it tells them, and which packages there are."""
-    flash = getattr(torch.nn.attention, "list_flash_attention_impls", list)()  # newer versions of PyTorch
+    flash: list[str] = []
     own = "PyTorch's kernels: math"
-    if torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        own += ", flash (for CPUs)"
+    else:
+        flash = getattr(torch.nn.attention, "list_flash_attention_impls", list)()  # newer versions of PyTorch
         has_flash = torch.backends.cuda.is_flash_attention_available()
         version = getattr(torch.nn.attention, "_get_flash_version", lambda: "")()
         own += f", efficient, flash {version}".rstrip() if has_flash else ", efficient; it was built without flash"
@@ -139,7 +142,7 @@ def cores(config: Config, nproc: int) -> Iterator[Line]:
     # Launchers give each of several ranks one thread, unless they are told otherwise.
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # of several numbers the first is the outermost's
     threads = int(given) if given.isdigit() else torch.get_num_threads() if nproc == 1 else 1
-    too_many = nproc * threads > len(mine)
+    too_many = nproc * threads > len(mine) and threads > 1
     remedy = f"export OMP_NUM_THREADS={max(len(mine) // nproc, 1)}"
     yield Line(f"{nproc} rank(s) x {threads} thread(s)", remedy if too_many else None)
     readers = nproc * config.num_data_workers

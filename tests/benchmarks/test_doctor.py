@@ -35,7 +35,7 @@ def weather(folder, *flags):
 def test_which_kernels_of_attention_there_are(monkeypatch):
     """On a GPU, too; a package that is there is named with its version."""
     (own,) = map(str, libraries())
-    assert own.startswith("good    PyTorch's kernels: math")
+    assert own == "good    PyTorch's kernels: math, flash (for CPUs)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
@@ -174,11 +174,12 @@ def test_reads_are_counted_once(tiny, monkeypatch):
 
 def test_memory_that_is_not_there(monkeypatch):
     found = {"parameters": GIB, "peak": 20 * GIB, "after_forward": {"Optstate": 8 * GIB, "Activation": 8 * GIB}}
+    found["after_forward"]["Parameter"] = 4 * GIB
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
     config = Config(global_batch_size=10**6 * 2).with_batches(10**6)
     (line,) = changes(memory(config, 10**6, found))
     assert "a rank needs 20.00 GiB for tensors: weights 4.00, optimiser 8.00, gradients 4.00, activations 8.00" in line
-    assert line.endswith("try --tensor_parallel 2 of train_mp.py")
+    assert line.endswith("try --shard gradients of train_mp.py, then --tensor_parallel 2 of train_mp.py")
     found["after_forward"]["Activation"] = 16 * GIB
     (line,) = changes(memory(config, 10**6, found))
     flags = ("--local_batch_size 1 --accumulation_steps 2", "--activation_checkpoint block", "--context_parallel 2 of")
@@ -222,7 +223,7 @@ def test_a_network_too_slow_for_what_a_step_sends(monkeypatch):
     monkeypatch.setattr(doctor, "measure_collectives", lambda *args, **env: found)
     sent = {"tp": 1e9, "dp-cp": 1.5e9}
     lines = list(doctor.communication([], 4, sent, step=3.0))
-    assert not changes(lines) and str(lines[0]) == "good    ranks share their cores: 4 on this node"
+    assert not changes(lines) and str(lines[0]) == "good    ranks share their cores, 4 on this node"
     (line,) = changes(doctor.communication([], 4, sent, step=1.5))
     assert "dp-cp of 4 ranks: each sends 1.50 GB/s in an all_reduce, 0.75 GB/s in an all_gather; 1000.0 ms for" in line
     assert "which computes about 1500.0 ms" in line and "--accumulation_steps" in line

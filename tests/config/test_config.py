@@ -132,6 +132,7 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {}", ["--num", "4"], ["--num on the command line may be --num_heads, ", "write it in full"]),
         ("base: {}", ["--no_num_iter", "4"], ["unknown flag", "--no_num_iter"]),
         ("base: {}", ["extra"], ["unknown flag 'extra'"]),
+        ("base: {}", ["--tf32", "false"], ["--tf32 takes no value, and 'false' follows it", "or --no_tf32"]),
         ("base: {}", ["--lr"], ["--lr", "expected one argument"]),
         ("base: {}", ["--amp_mode", "fp8"], ["amp_mode is 'fp8'", "none, fp16, bf16"]),
         ("base: {}", ["--img_size", "8"], ["two numbers"]),

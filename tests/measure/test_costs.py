@@ -17,7 +17,7 @@ from tests.helpers import losses, records, run_here, tiny_flags
 from utils.config.reader import load_config
 from utils.data.dataset import WeatherData
 from utils.files import cut_records
-from utils.measure import rates
+from utils.measure import costs, rates
 from utils.measure.layers import summarise, summary_table
 from utils.measure.machine import SystemWatch
 from utils.measure.memory_timeline import memory_blocks, memory_moments, most_of_parts, parts_at_peak, timeline
@@ -325,6 +325,13 @@ def test_rates_are_series_within_epochs(tiny, monkeypatch):
     (epoch, _) = records(folder, "epoch")
     seconds = sum(event["seconds"] for event in found if "training_rate" in event and event["epoch"] == 1)
     assert seconds <= 20 / epoch["samples_per_sec"] * 1.05
+
+
+def test_a_step_that_was_much_faster_than_others_is_doubted(tiny, monkeypatch):
+    """Something else used the cores: what the others waited for nobody can tell."""
+    monkeypatch.setattr(costs, "QUICK", 1e6)  # of the others: so this one was
+    report = (run_here(tiny_flags(tiny, "--report=time", "--num_iters", "6")) / "out.log").read_text()
+    assert "bound by launching or computing" in report and "(The profiled step took" in report
 
 
 def test_mean_speeds_are_samples_over_seconds():

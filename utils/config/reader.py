@@ -102,7 +102,8 @@ def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> 
     names = [f"--{field.name}" for field, _ in helps] + ["--yaml_config"]
     names += [f"--no_{field.name}" for field, _ in helps if _has_no(field)]
     argv, remarks = _lengthened(argv, [*names, *(f"--{name}" for name in UNUSED_KEYS), "--help"])
-    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description)
+    switches = "A flag without a value, --x, is undone by --no_x; its default stands in brackets."
+    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, description=description, epilog=switches)
     parser.add_argument("--yaml_config", help=f"YAML file of named sections ({YAML_CONFIG})")
     for field, text in helps:
         name, (kind, is_list, _), choices = field.name, _parts(field), field.metadata["choices"]
@@ -120,6 +121,11 @@ def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> 
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     given, extra = parser.parse_known_args(argv)
     if extra:
+        before = argv[argv.index(extra[0]) - 1].removeprefix("--").removeprefix("no_")
+        if not extra[0].startswith("-") and any(field.name == before and _has_no(field) for field, _ in helps):
+            raise ValueError(
+                f"--{before} takes no value, and {extra[0]!r} follows it: write --{before}, or --no_{before}"
+            )
         raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
     alone = {field.name: field.metadata["alone"] for field, _ in helps if getattr(given, field.name, None) == []}
     return vars(given) | alone, remarks

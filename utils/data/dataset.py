@@ -1,6 +1,6 @@
 """The data of a run: training and validation sets, and the way to the device; and what a run is told, the job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,7 +68,7 @@ class WeatherData:
             raise ValueError(
                 f"{config.train_data_path} gives {len(self.train_pairs)} samples at dt {config.dt}"
                 f"{f' and {longest} rollout_steps' * (longest > 1)}, less than one global batch of "
-                f"{config.global_batch_size}: lower --global_batch_size, or raise --limit_nsamples"
+                f"{config.global_batch_size}: {', '.join(self._advice())}"
             )
         if len(self.valid_pairs) == 0:
             raise ValueError(f"{config.valid_data_path} gives no sample at dt {config.dt}: add files or lower --dt")
@@ -78,6 +78,18 @@ class WeatherData:
         self.copies = DeviceCopies(device) if device.type == "cuda" else None
         self.train_loader = self._loader(self.train_files, self.train_pairs, shuffle=True)
         self.valid_loader = self._loader(self.valid_files, self.valid_pairs, shuffle=False)
+
+    def _advice(self) -> Iterator[str]:
+        """Yield what gives more samples, or needs less."""
+        config = self.config
+        yield "take more files"
+        if config.limit_nsamples is not None:
+            yield "raise --limit_nsamples"
+        if config.dt > 1:
+            yield "lower --dt"
+        if config.longest_rollout > 1:
+            yield "lower --rollout_steps"
+        yield "or lower --global_batch_size (or --local_batch_size, --accumulation_steps)"
 
     @property
     def reading(self) -> str:

@@ -107,7 +107,7 @@ benchmark: data/demo $(TOOLS)
 	$(PYTHON) benchmarks/evaluation.py --json benchmarks/results/evaluation.json
 	$(PYTHON) benchmarks/startup.py --json benchmarks/results/startup.json
 
-# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: 13 to 20 minutes on 2 cores.
+# Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 25 minutes on 2 cores.
 certificate: $(READY)
 	$(PYTHON) benchmarks/certificate.py --json benchmarks/results/certificate.json
 	$(PYTHON) docs/make.py

@@ -214,7 +214,7 @@ def test_every_grid_of_four_ranks_equals_one_process():
     left_out = "compile", "shared gradients", FULL_IMAGE
     command += ["--modes", *(mode for mode in MODES if not any(words in mode for words in left_out))]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "70 runs on 21 grids." in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "101 runs on 21 grids." in done.stdout, done.stdout + done.stderr
 
 
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):

@@ -29,11 +29,11 @@ from utils.ranks.world import find_world
 
 CPU = torch.device("cpu")
 SIZES = [
-    "--img_size", "16", "40", "--patch_size=4", "--embed_dim=24", "--num_heads=4", "--depth=2", "--n_in_channels=3",
+    "--img_size", "16", "40", "--patch_size=4", "--embed_dim=18", "--num_heads=2", "--depth=2", "--n_in_channels=3",
     "--n_out_channels=2", "--global_batch_size=4",
 ]  # fmt: skip
 LAYOUTS = [
-    [], ["--tensor_parallel=2"], ["--tensor_parallel=2", "--context_parallel=2"], ["--tensor_parallel=4"],
+    [], ["--tensor_parallel=2"], ["--tensor_parallel=2", "--context_parallel=2"], ["--context_parallel=4"],
     ["--shard=gradients"], ["--shard=weights", "--tensor_parallel=2"], ["--shard=gradients", "--context_parallel=4"],
     ["--shard=weights", "--tensor_parallel=2", "--context_parallel=2", "--parallel_order=cp-dp-tp"],
 ]  # fmt: skip

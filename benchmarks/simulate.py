@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.harness.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients, share_loss
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens
-from distributed.sharding import share_out
+from distributed.sharding import mesh_of, share_out
 from networks.attention import BACKENDS
 from networks.vit import ViT
 from train import build_model, forward_backward
@@ -121,17 +122,18 @@ def simulate(dp: int, argv: Sequence[str]) -> dict:
         if config.optimizer not in FUSED:  # it looks at values; and it keeps less
             config = replace(config, optimizer="Adam")
         grid.create_groups()
+        mesh = mesh_of(grid, torch.device("cpu"))  # a tensor with values
         # Weights have no values here, and drawing them looks at values.
         with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("torch.nn.init.trunc_normal_"):
-            return step_of(config, grid)
+            return step_of(config, grid, mesh)
     finally:
         dist.destroy_process_group()
 
 
-def step_of(config: Config, grid: Grid) -> dict:
+def step_of(config: Config, grid: Grid, mesh: DeviceMesh) -> dict:
     """Run two steps and return what `simulate` returns."""
     shard, fields, cpu = shard_tokens(config, grid), Fields.blank(config), torch.device("cpu")
-    model = share_out(parallelize(serial_model(config, fields), config, grid, shard, cpu), config, grid, cpu)
+    model = share_out(parallelize(serial_model(config, fields), config, grid, shard, cpu), config, grid, cpu, mesh)
     batch = blank_batch(config, fields, shard)
     optimizer = build_optimizer(model, config)
     gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, Shard
 
@@ -26,12 +25,15 @@ from utils.config.settings import Config
 MESHES = itertools.count()
 
 
-def share_out(model: ViT, config: Config, grid: Grid, device: torch.device) -> ViT:
+def share_out(model: ViT, config: Config, grid: Grid, device: torch.device, mesh: DeviceMesh | None = None) -> ViT:
     """Share out what `config.shard` says over dp-cp, in place, and return the model.
 
     `gradients` keeps a block's weights from its forward pass to its backward pass, so a step sends what
     DistributedDataParallel sends: an all-gather and a reduce-scatter are an all-reduce. `weights` gathers them once
     more in the backward pass: 1.5 times the bytes, and no rank ever holds more than the weights of some blocks.
+
+    Args:
+        mesh: of the dp-cp group, where there is one already.
 
     Raises ValueError where the model is compiled as one.
     """
@@ -42,9 +44,7 @@ def share_out(model: ViT, config: Config, grid: Grid, device: torch.device) -> V
             f"compile_modules takes the whole model as one, and shard {config.shard} gathers its weights block by "
             f"block: take --compile_modules Block"
         )
-    names = (f"dp-cp {next(MESHES)}",)
-    with unset_fake_temporarily():  # benchmarks/simulate.py: a mesh is a tensor with values
-        mesh = DeviceMesh.from_group(grid.get_group("dp-cp"), device.type, mesh_dim_names=names)
+    mesh = mesh or mesh_of(grid, device)
     keeps = config.shard == "gradients"
     cut = partial(_dim_to_cut, mesh.size())
     options = {"mesh": mesh, "reshard_after_forward": not keeps, "shard_placement_fn": cut}
@@ -55,6 +55,12 @@ def share_out(model: ViT, config: Config, grid: Grid, device: torch.device) -> V
     # It warns of outputs that are views, lest somebody changes them in place: nobody does.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     return model
+
+
+def mesh_of(grid: Grid, device: torch.device) -> DeviceMesh:
+    """Return a mesh of the dp-cp group."""
+    names = (f"dp-cp {next(MESHES)}",)
+    return DeviceMesh.from_group(grid.get_group("dp-cp"), device.type, mesh_dim_names=names)
 
 
 def _dim_to_cut(ranks: int, p: nn.Parameter) -> Shard | None:

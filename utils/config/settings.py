@@ -238,7 +238,6 @@ class Keys:
     noddp: bool = key(False, "do not synchronise gradients (timing only: the ranks drift apart)", "run")
     bucket_cap_mb: int = key(25, "size of a gradient bucket of DDP, in MiB", "run", at_least=1, at_most=2**20)
     disable_broadcast_buffers: bool = key(False, "DDP does not broadcast buffers before each forward pass", "run")
-
     shard: str = key(
         "none", "what data parallel ranks share out: gradients and optimiser, or weights, too", "run",
         choices=("none", "gradients", "weights"), chapter=2,

@@ -122,7 +122,8 @@ def simulate(dp: int, argv: Sequence[str]) -> dict:
         if config.optimizer not in FUSED:  # it looks at values; and it keeps less
             config = replace(config, optimizer="Adam")
         grid.create_groups()
-        mesh = mesh_of(grid, torch.device("cpu"))  # a tensor with values
+        # A mesh is a tensor with values; and what goes over it is to be told from what cp sends, or dp.
+        mesh = mesh_of(dist.new_group(grid.get_ranks("dp-cp")), torch.device("cpu"))
         # Weights have no values here, and drawing them looks at values.
         with FakeTensorMode(allow_non_fake_inputs=True), mock.patch("torch.nn.init.trunc_normal_"):
             return step_of(config, grid, mesh)
@@ -151,6 +152,7 @@ def step_of(config: Config, grid: Grid, mesh: DeviceMesh) -> dict:
         optimizer.step()
 
     tracker, counter, after_forward = MemTracker(), CollectiveCounter(grid), {}
+    counter.axes[mesh.get_group().group_name] = "dp-cp"
     if config.shard != "none":
         whole_step()  # the first time, shapes of parts are found by making whole tensors, which no real run does
     tracker.track_external(model, optimizer, *batch)

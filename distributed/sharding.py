@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, Shard
@@ -44,7 +45,7 @@ def share_out(model: ViT, config: Config, grid: Grid, device: torch.device, mesh
             f"compile_modules takes the whole model as one, and shard {config.shard} gathers its weights block by "
             f"block: take --compile_modules Block"
         )
-    mesh = mesh or mesh_of(grid, device)
+    mesh = mesh or mesh_of(grid.get_group("dp-cp"), device)
     keeps = config.shard == "gradients"
     cut = partial(_dim_to_cut, mesh.size())
     options = {"mesh": mesh, "reshard_after_forward": not keeps, "shard_placement_fn": cut}
@@ -57,10 +58,9 @@ def share_out(model: ViT, config: Config, grid: Grid, device: torch.device, mesh
     return model
 
 
-def mesh_of(grid: Grid, device: torch.device) -> DeviceMesh:
-    """Return a mesh of the dp-cp group."""
-    names = (f"dp-cp {next(MESHES)}",)
-    return DeviceMesh.from_group(grid.get_group("dp-cp"), device.type, mesh_dim_names=names)
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """Return a mesh of the ranks of a dp-cp group."""
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(f"dp-cp {next(MESHES)}",))
 
 
 def _dim_to_cut(ranks: int, p: nn.Parameter) -> Shard | None:

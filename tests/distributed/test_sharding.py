@@ -151,6 +151,16 @@ def test_what_is_sent_and_held_on_256_ranks():
     assert gradients["after_forward"]["Optstate"] <= 1.02 / 64 * plain["after_forward"]["Optstate"]
 
 
+@pytest.mark.parametrize("dp, cp", [(4, 1), (1, 4)])
+def test_what_is_sent_where_a_group_is_that_of_another_axis_too(dp, cp):
+    flags = ["--config=demo", "--depth=1", f"--context_parallel={cp}", "--rollout_steps=1", "--rollout_from=0"]
+    found = {shard: simulate(dp, [*flags, f"--shard={shard}"])["sent"] for shard in ("none", "gradients", "weights")}
+    for axis in ("tp", "cp"):
+        assert found["weights"][axis] == pytest.approx(found["none"][axis], rel=1e-4)  # but two numbers of the norm
+    assert found["gradients"]["dp-cp"] == pytest.approx(found["none"]["dp-cp"], rel=0.02)
+    assert 1.05 * found["none"]["dp-cp"] < found["weights"]["dp-cp"] <= 1.52 * found["none"]["dp-cp"]
+
+
 def test_averages_and_validations_are_those_of_ddp(tiny):
     """Passes without gradients leave weights gathered: what comes next must not see those of before."""
     found = {}

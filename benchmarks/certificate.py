@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import yaml
 
+from benchmarks.harness.command import errors_in_one_line
 from benchmarks.harness.record import write_record
 from benchmarks.proof.cases import (
     AXES,
@@ -155,11 +156,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--named", type=int, default=len(NAMED), help="named grids to try in other modes")
     args = parser.parse_args()
-    try:
+    with errors_in_one_line():
         sizes = sizes_of(args.grid) if args.grid else None
         ranks_tried = ranks_to_try(args.ranks, sizes, args.device)
-    except ValueError as error:
-        sys.exit(f"certificate.py: {error}")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         paths = {f"{kind}_data_path": f"/data/{kind}" for kind in ("train", "valid")}

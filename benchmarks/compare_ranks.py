@@ -25,7 +25,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from matplotlib.figure import Figure
+
+from benchmarks.harness.command import errors_in_one_line
 
 COMPUTE, SEND = 7, 20  # streams, as HTA calls them
 NCCL = "ncclDevKernel"  # how the names of NCCL's kernels begin, by which HTA knows them
@@ -200,7 +204,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line():
         main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(f"compare_ranks.py: error: {error}")

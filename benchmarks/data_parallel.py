@@ -3,7 +3,6 @@
 python benchmarks/data_parallel.py --config=demo [--gpus 4]      the first so many of them; flags of train.py go along
 """
 
-import argparse
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,15 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import train  # noqa: E402
+from benchmarks.harness.command import errors_in_one_line, parser_of  # noqa: E402
 from utils.ranks.start import start  # noqa: E402
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = parser_of(__doc__, "train.py")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     args, flags = parser.parse_known_args()
-    if torch.cuda.device_count() < args.gpus:
-        sys.exit(f"data_parallel.py: error: --gpus is {args.gpus}, and this process sees {torch.cuda.device_count()}")
+    with errors_in_one_line():
+        if torch.cuda.device_count() < args.gpus:
+            raise ValueError(f"--gpus is {args.gpus}, and this process sees {torch.cuda.device_count()}: take fewer")
     wrap = lambda model, config: nn.DataParallel(model, list(range(args.gpus)))  # noqa: E731
     start(partial(train.main, wrap=wrap), flags, train.load_config)

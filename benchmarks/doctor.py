@@ -8,7 +8,6 @@ and the memory that the chosen section needs; what ranks send to each other it m
 or two, and changes nothing. --json FILE keeps it all, and draws beside it how the devices are connected.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -32,6 +31,7 @@ import torch  # noqa: E402
 
 import train  # noqa: E402
 from benchmarks.harness.call import all_devices, call, check_place, end_on_signals, launch, reason, spread, stay_on  # noqa: E402
+from benchmarks.harness.command import errors_in_one_line, parser_of  # noqa: E402
 from benchmarks.harness.record import write_record  # noqa: E402
 from benchmarks.node.machine import Line, connections, cores, devices, host_memory, libraries, limits, sizes, versions  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
@@ -191,7 +191,7 @@ def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = parser_of(__doc__, "train_mp.py")
     parser.add_argument("--nproc", type=int, help="ranks; default: one a GPU")
     parser.add_argument("--json", type=Path, help="file to write")
     args, flags = parser.parse_known_args(argv)
@@ -254,7 +254,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     end_on_signals()
-    try:
+    with errors_in_one_line():
         main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(f"doctor.py: error: {error}")

@@ -31,6 +31,7 @@ import torch  # noqa: E402
 
 from benchmarks import ladder_report  # noqa: E402
 from benchmarks.harness.call import all_devices, call, check_place, end_on_signals, launch, reason, stay_on  # noqa: E402
+from benchmarks.harness.command import errors_in_one_line, parser_of  # noqa: E402
 from benchmarks.harness.record import device_name  # noqa: E402
 from benchmarks.rungs.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
 from benchmarks.rungs.runs import Runs, evaluate, standard_error, why_not  # noqa: E402
@@ -119,7 +120,7 @@ def describe(config: Config, flags: list[str], args: argparse.Namespace) -> dict
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = parser_of(__doc__, "train.py")
     parser.add_argument("--rungs", nargs="+", help="words of the rungs to run, such as bf16 compile; default: all")
     parser.add_argument("--nproc", type=int, help="ranks, at the most; default: one a GPU")
     parser.add_argument("--repeats", type=int, default=3)
@@ -173,7 +174,5 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     end_on_signals()
-    try:
+    with errors_in_one_line():
         main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(f"ladder.py: error: {error}")

@@ -7,7 +7,6 @@ no computation), and where a GPU is, measured as well: the peak of what PyTorch'
 not fit. Beside the simulation stands the anatomy, formulas in bytes of each part; the record has how far they are off.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.harness.bench import Bench
+from benchmarks.harness.command import errors_in_one_line, parser_of
 from benchmarks.harness.record import write_record
 from benchmarks.simulate import simulate
 from utils.config.reader import load_config
@@ -131,13 +131,13 @@ def anatomy_table(cases: dict[str, dict], mode: str = "fp16", batches: Sequence[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = parser_of(__doc__, "train.py")
     parser.add_argument("--config", default="base", help="section of config/ViT.yaml")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--json", type=Path, help="file to write")
     args, more = parser.parse_known_args()
     cases, figures = {}, {}
-    try:
+    with errors_in_one_line():
         for mode in MODES:
             for batch in args.batches:
                 flags = [f"--config={args.config}", *more, f"--amp_mode={mode}", f"--local_batch_size={batch}"]
@@ -149,8 +149,6 @@ def main() -> None:
                 cases[f"{mode}, {batch}"] = case
                 figures |= {f"{mode}, {batch}: {k} off": x for k, x in off(formula, found).items()}
                 figures[f"{mode}, {batch}: peak, GB"] = found["peak"] / 1e9
-    except ValueError as error:
-        sys.exit(f"memory.py: {error}")
     figures["worst formula"] = max(abs(x) for name, x in figures.items() if name.endswith("off"))
     print(table(cases), anatomy_table(cases, "fp16", args.batches[:: max(len(args.batches) - 1, 1)]), sep="\n\n")
     print(f"\nFormulas are within {figures['worst formula']:.1%} of the simulation.")

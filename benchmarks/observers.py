@@ -7,7 +7,6 @@ and the look at the machine once a second. `profile_sec` comes once in a run: th
 a named range of time costs where nobody looks, in microseconds; a step of chapter 2 has about 120.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -19,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.harness.bench import Bench
+from benchmarks.harness.command import parser_of
 from benchmarks.harness.data import PLAIN
 from benchmarks.harness.record import write_record
 from utils.device import synchronize
@@ -89,7 +89,7 @@ def measure(bench: Bench) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__, "train.py")
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     args, flags = parser.parse_known_args()
     join(World())

@@ -10,7 +10,6 @@ well, and its bytes are added by formula. What ranks share out (`--shard`) they 
 keeps less than Adam is counted as Adam. (PyTorch has no public names for these tools: test_communication.py.)
 """
 
-import argparse
 import collections
 import sys
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.harness.command import errors_in_one_line, parser_of
 from benchmarks.harness.record import write_record
 from distributed.helpers import GridScaler, TensorParallelGradients, share_loss
 from distributed.parallelize import check_parallel, is_sequence_parallel, parallelize, shard_tokens
@@ -240,17 +240,15 @@ def table(results: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__, "train_mp.py")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--dp", type=int, default=1, help="copies of the model")
     args, flags = parser.parse_known_args()
-    if args.dp < 1:
-        sys.exit(f"simulate.py: dp is {args.dp}: take 1 or more")
     grids = {f"dp {args.dp} {' '.join(flags)}": (args.dp, flags)} if flags else GRIDS
-    try:
+    with errors_in_one_line():
+        if args.dp < 1:
+            raise ValueError(f"--dp is {args.dp}: take 1 or more")
         results = {name: simulate(dp, argv) for name, (dp, argv) in grids.items()}
-    except ValueError as error:
-        sys.exit(f"simulate.py: {error}")
     print("What rank 0 holds, and sends in a step, in MB (1e6 bytes):")
     print(table(results))
     if args.json:

@@ -12,7 +12,6 @@ FLOPs are those that the gradient of the loss needs: matrix products, attention 
 computed again (activation checkpointing, flash attention's backward pass) counts as time, not as work.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.harness.bench import REFERENCE, Bench
+from benchmarks.harness.command import errors_in_one_line, parser_of
 from benchmarks.harness.loop import loop_overhead
 from benchmarks.harness.memory import mlp_peak
 from benchmarks.harness.record import Figures, write_record
@@ -162,15 +162,13 @@ def savers_table(figures: dict[str, float], spread: dict[str, list[float]]) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = parser_of(__doc__, "train.py")
     parser.add_argument("--json", type=Path, help="file to write")
     args, flags = parser.parse_known_args()
     figures = Figures()
-    try:
+    with errors_in_one_line():
         cases = {" ".join(flags): flags} if flags else {name: [*REFERENCE, *more] for name, more in CASES.items()}
         results = compare(cases)
-    except ValueError as error:
-        sys.exit(f"step.py: {error}")
     for name, found in results.items():
         figures_of(found, name, figures)
     kernels = {name: found["bench"].kernels() for name, found in results.items()}

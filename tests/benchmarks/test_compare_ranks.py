@@ -150,5 +150,5 @@ def test_a_trace_without_operators(tmp_path):
     for rank in (0, 1):
         write(tmp_path, rank, step(1, 1)[:1], 2)
     done = compare_ranks(tmp_path)
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch("compare_ranks.py: error: .*rank0.* has nothing that computes or sends: .*\n", done.stderr)

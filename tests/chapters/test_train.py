@@ -53,7 +53,7 @@ def test_a_run_leaves_what_a_user_sees(tiny, caplog):
         "Starting Training Loop...",
         "Time taken for epoch 1 is ",
         "  Avg train loss=",
-        "  Memory by part, GB: weights 0.000, gradients 0.000, optimizer 0.000, activations ",
+        "  Memory by part, GiB: weights 0.000, gradients 0.000, optimizer 0.000, activations ",
         "  Avg val loss=",
         "  Total validation time: ",
         "DONE ---- rank 0",

@@ -99,7 +99,7 @@ class WeatherData:
         how = f"{train.depth} read(s) at once ahead of the loop, by {who}" if train.depth else "in the loop"
         size = train.reader.ring.nbytes + valid.reader.ring.nbytes
         batches = f"{len(train.reader.batches)} training and {len(valid.reader.batches)} validation batches"
-        return f"{how}; {self.config.data_loader_config} loader; memory for {batches}, {size / 1e9:.3f} GB"
+        return f"{how}; {self.config.data_loader_config} loader; memory for {batches}, {size / 2**30:.3f} GiB"
 
     def _loader(self, files: Files, pairs: np.ndarray, shuffle: bool) -> Loader:
         config = self.config

@@ -97,8 +97,9 @@ class TimeReport:
         """Yield the lines of a table of the warm records."""
         records, iterations = self.records[self.warm], self.iterations
         wall = sum(record["wall"] for record in records)
-        first = " after the first epoch of this process" if self.warm.start else " after the first"
-        yield f"Time of {iterations} iterations{first}, and what belongs to them: {wall:.2f} s"
+        first = " after the first epoch of this process" if self.warm.start else " after the first, which is the setup"
+        yield f"Time of {iterations} iterations{first}, and what belongs to them: {wall:.2f} s, mean over ranks"
+        yield "(longest: seconds on the rank where a part took most, epoch by epoch)"
         yield "  part            seconds   share  ms/iteration  longest"
         for part, meaning in PARTS.items():
             seconds, longest = (sum(record[key][part] for record in records) for key in ("seconds", "longest"))

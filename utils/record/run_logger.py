@@ -142,9 +142,9 @@ class RunLogger(Observer):
             speeds = {"iters_per_sec": record.iterations / seconds, "samples_per_sec": speed}
             self.curves.points({"event": "speed", "iteration": record.iteration, **speeds})
         logging.info("  Avg train loss=%.4g", record.train_loss)
-        logging.info("  Memory usage after forward pass: %.3f GB", self.memory.after_forward)
+        logging.info("  Memory usage after forward pass: %.3f GiB", self.memory.after_forward)
         parts = record.memory_gb.items()
-        logging.info("  Memory by part, GB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
+        logging.info("  Memory by part, GiB: %s", ", ".join(f"{name} {size:.3f}" for name, size in parts))
         if self.is_first_epoch and record.iterations:  # what compiles did so in its first iteration
             first = record.first_iteration_sec
             rest = (record.seconds - first) / max(record.iterations - 1, 1)

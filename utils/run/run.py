@@ -115,7 +115,7 @@ class Run:
         with all_ranks_agree():
             if self.logger:
                 self.logger.open_records(self.iteration, self.epochs, resumed)
-        self.log("Scaffolding memory high watermark: %.3f GB", peak_memory_gb(self.job.device))
+        self.log("Scaffolding memory high watermark: %.3f GiB", peak_memory_gb(self.job.device))
         self.memory = MemoryWatch(state.model, state.optimizer, self.job.device, state.average)
         saving = Saving(resumed, best) if config.checkpoint_every is not None else None
         profiles = Profiles(lambda: summarise(self.build_model, config, self.job.data.fields))

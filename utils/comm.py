@@ -87,7 +87,14 @@ class Grid:
 
     def get_ranks(self, axes: str) -> list[int]:
         """Return the ranks of this rank's group of `axes`, in increasing order."""
-        return next(ranks for ranks in rank_groups(self.sizes, self.order, axes) if self.rank in ranks)
+        place, strides = places(self.rank, self.sizes, self.order), {}
+        stride = 1
+        for axis in self.order.split("-"):
+            strides[axis], stride = stride, stride * self.sizes[axis]
+        ranks = [self.rank - sum(place[axis] * strides[axis] for axis in axes.split("-"))]  # the first of the group
+        for axis in axes.split("-"):
+            ranks = [rank + step * strides[axis] for rank in ranks for step in range(self.sizes[axis])]
+        return sorted(ranks)
 
     def get_group(self, axes: str) -> dist.ProcessGroup:
         """Return the communication group of `axes`, one of dp, tp, cp, pp, tp-cp, dp-cp."""

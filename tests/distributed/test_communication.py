@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import train
-from benchmarks.simulate import GRIDS, join_fake, simulate
+from benchmarks.planner.trace import join_fake
+from benchmarks.simulate import GRIDS, simulate
 from distributed.helpers import TensorParallelGradients, share_loss
 from distributed.parallelize import is_sequence_parallel, parallelize, shard_tokens
 from networks.vit import ViT

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from utils.config.settings import Config
 from utils.data.fields import Fields
+from utils.measure.operations import Recorder
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,13 @@ def summarise(
 
     for name, module in model.named_modules():
         module.register_forward_hook(keep(name))
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), Recorder() as recorder:
         model(torch.empty(1, fields.sizes[0], *config.img_size, device="meta"))
-    flops, top = counter.get_flop_counts(), type(model).__name__
-    layers = []
+    top, layers = type(model).__name__, []
     for name, module in model.named_modules():
-        parameters = sum(p.numel() for p in module.parameters())
-        own = sum(flops.get(f"{top}.{name}" if name else top, {}).values())
-        layers.append(Layer(name or top, type(module).__name__, shapes.get(name), parameters, own))
+        parameters, within = sum(p.numel() for p in module.parameters()), f"{top}.{name}." if name else f"{top}."
+        flops = sum(op.flops for op in recorder.operations if f"{op.module}.".startswith(within))
+        layers.append(Layer(name or top, type(module).__name__, shapes.get(name), parameters, flops))
     return layers
 
 

@@ -18,6 +18,7 @@ from benchmarks.planner.trace import trace
 from utils.measure.tables import markdown
 
 MP, MP16 = (("--config=mp", f"--local_batch_size={n}") for n in (1, 16))
+HIRES = ("--config=hires", "--local_batch_size=1", "--activation_checkpoint=none")
 TP4, CP4, PLAIN, ULYSSES = (
     "--tensor_parallel=4", "--context_parallel=4", "--no_sequence_parallel", "--cp_attention=ulysses",
 )  # fmt: skip
@@ -32,6 +33,12 @@ GRIDS = {
     "dp 64 x tp 4 x cp 4": (64, (*MP, TP4, CP4)),
     "dp 64 x tp 4 x cp 4, shared gradients": (64, (*MP, TP4, CP4, "--shard=gradients")),
     "dp 64 x tp 4 x cp 4, shared weights": (64, (*MP, TP4, CP4, "--shard=weights")),
+    "720 x 1440, cp 16": (1, (*HIRES, "--context_parallel=16")),
+    "720 x 1440, cp 16, re-gather": (1, (*HIRES, "--context_parallel=16", "--cp_regather")),
+    "720 x 1440, cp 16, re-gather, 4 groups of heads": (
+        1,
+        (*HIRES, "--context_parallel=16", "--cp_regather", "--cp_head_groups=4"),
+    ),
     "16 samples: one rank": (1, MP16),
     "16 samples: tp 4, plain": (1, (*MP16, TP4, PLAIN)),
     "16 samples: tp 4": (1, (*MP16, TP4)),
@@ -75,6 +82,7 @@ def main() -> None:
         if not flags:
             held = {name: r["after_forward"]["Activation"] for name, r in results.items()}
             figures["activations_tp4_over_tp1"] = held["tp 4"] / held["one rank"]
+            figures["activations_regathered"] = held["720 x 1440, cp 16, re-gather"] / held["720 x 1440, cp 16"]
         write_record(args.json, figures, {}, grids=results)
 
 

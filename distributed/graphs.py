@@ -121,9 +121,9 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
             f"compile_mode {min(modes)} records CUDA graphs of its own, which cannot lie inside another one: "
             f"take default or max-autotune-no-cudagraphs, or run train_mp.py"
         )
-    if config.dropout and (config.activation_checkpoint != "none" or config.mlp_chunks > 1):
+    if config.dropout and (config.activation_checkpoint != "none" or config.mlp_chunks > 1 or config.cp_regather):
         raise ValueError(
-            f"dropout {config.dropout} with activation_checkpoint or mlp_chunks reads the state of the random numbers "
+            f"dropout {config.dropout} with activation_checkpoint, mlp_chunks or cp_regather reads the state of the random numbers "
             f"on the host, which a recording cannot do: take --dropout 0, or run train_mp.py"
         )
     skips = config.amp_mode == "fp16" or config.on_nonfinite == "skip"

@@ -31,11 +31,7 @@ def check_parallel(config: Config, grid: Grid) -> None:
     tp, cp, heads = grid.get_size("tp"), grid.get_size("cp"), config.num_heads
     if heads % tp:
         raise ValueError(f"num_heads {heads} does not divide over tensor_parallel {tp}: take {_divisors(heads)}")
-    if config.cp_attention == "ulysses" and heads // tp % cp:
-        raise ValueError(
-            f"cp_attention ulysses shares out the {heads // tp} head(s) of each rank over context_parallel {cp}: "
-            f"take context_parallel {_divisors(heads // tp)}, or --cp_attention gather"
-        )
+    check_context(config, heads // tp, cp)
     check_slices(config, tp)
     if config.noddp and config.shard != "none":
         raise ValueError(f"noddp with shard {config.shard}: ranks own parts of the gradients; leave --noddp out")
@@ -58,6 +54,27 @@ def check_parallel(config: Config, grid: Grid) -> None:
         raise ValueError(
             f"dropout {config.dropout} with tensor_parallel {tp} needs --sequence_parallel: without it the tensor "
             f"parallel ranks hold the same activations and would drop different ones"
+        )
+
+
+def check_context(config: Config, heads: int, cp: int) -> None:
+    """Raise ValueError where attention over `cp` ranks, each with so many heads, cannot be as it was asked for."""
+    if config.cp_attention == "ulysses" and heads % cp:
+        raise ValueError(
+            f"cp_attention ulysses shares out the {heads} head(s) of each rank over context_parallel {cp}: "
+            f"take context_parallel {_divisors(heads)}, or --cp_attention gather"
+        )
+    asked = [f"cp_head_groups {config.cp_head_groups}"] * (config.cp_head_groups > 1)
+    asked += ["cp_regather"] * config.cp_regather
+    if asked and (cp == 1 or config.cp_attention == "ulysses"):
+        raise ValueError(
+            f"{asked[0]} with context_parallel {cp} and cp_attention {config.cp_attention}: no keys and values are "
+            f"gathered; take --context_parallel 2 or more and --cp_attention gather, or leave it out"
+        )
+    if heads % config.cp_head_groups:
+        raise ValueError(
+            f"cp_head_groups {config.cp_head_groups} does not divide the {heads} head(s) of each rank: "
+            f"take {_divisors(heads)}"
         )
 
 
@@ -122,6 +139,7 @@ def parallelize(model: ViT, config: Config, grid: Grid, shard: TokenShard, devic
         mlp.fc2 = row(mlp.fc2, grid, sp)
         attn.__class__ = ParallelAttention
         attn.num_tokens, attn.cp, attn.ulysses = shard.total, grid.get_group("cp"), config.cp_attention == "ulysses"
+        attn.regather, attn.head_groups = config.cp_regather, config.cp_head_groups
     model.__class__ = ParallelViT
     model.shard, model.shape, model.dp, model.dp_rank = shard, shard.shape, grid.get_size("dp"), grid.get_rank("dp")
     model.generator = torch.Generator(device).manual_seed(config.seed)

@@ -1,5 +1,6 @@
 """Compilation of chosen modules with torch.compile."""
 
+import logging
 import os
 import shutil
 import sys
@@ -67,6 +68,8 @@ def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
             known = sorted({cls for m in model.modules() for cls in _class_names(m)} - {"Module", "ModuleList"})
             raise ValueError(f"compile_modules names {name!r}, and the model has {', '.join(known)}: take some")
         found |= {module: {"mode": mode} | options for module in modules if module not in found}
+    # It warns of operations in place where only some are computed again (`--cp_regather`): there are none.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
     # Under DDP, Dynamo cuts graphs at the buckets: a whole model's, so that gradients leave early; a block's in vain.
     torch._dynamo.config.optimize_ddp = model in found
     apart = {inner for outer in found for inner in outer.modules() if found.get(inner, found[outer]) != found[outer]}

@@ -99,6 +99,14 @@ MODES = {
         (*ROLLOUTS["overlap, 2 steps"], "--amp_mode", "fp16"), **HALF, reference="overlap, 2 steps"
     ),
 }
+KV = ("--cp_regather", "--cp_head_groups", "2")  # keys and values gathered again, by groups of heads
+MODES |= {
+    "cp re-gather": Mode(KV[:1]),
+    "groups of heads": Mode(KV[1:]),
+    "cp re-gather, groups of heads, compile": Mode((*KV, "--enable_jit")),
+    "cp re-gather, groups of heads, recomputed": Mode((*KV, *MODES["recomputed"].flags)),
+    "cp re-gather, groups of heads, dropout": Mode((*KV, *MODES["dropout"].flags), bounds=(), reference=None),
+}
 GRADIENTS, WEIGHTS = (("--shard", kind) for kind in ("gradients", "weights"))
 MODES |= {
     "shared gradients": Mode(GRADIENTS),
@@ -200,8 +208,11 @@ def runs_of(ranks: int, images: list[str], modes: list[str], named: int) -> list
 
 
 def is_allowed(grid: dict, mode: str) -> bool:
-    """Whether train_mp.py takes the mode: plain tensor parallelism has no dropout and nothing to re-gather."""
+    """Whether train_mp.py takes the mode: plain tensor parallelism has no dropout, others have nothing to re-gather."""
     drops = "--dropout" in MODES[mode].flags and grid["tensor_parallel"] > 1
+    gathers = grid["context_parallel"] > 1 and grid["cp_attention"] == "gather"
+    if not gathers and {"--cp_regather", "--cp_head_groups"} & {*MODES[mode].flags}:
+        return False
     return grid["sequence_parallel"] or not (drops or "--sp_regather" in MODES[mode].flags)
 
 

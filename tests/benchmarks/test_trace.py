@@ -65,6 +65,7 @@ def test_every_grid_of_the_certificate(tmp_path):
 
 MODES = [
     [], ["--sp_regather", "--amp_mode=bf16"], ["--cp_attention=ulysses", "--mlp_chunks=2"],
+    ["--cp_regather", "--cp_head_groups=2"],
     ["--activation_checkpoint=block", "--no_sequence_parallel", "--accumulation_steps=2"],
 ]  # fmt: skip
 

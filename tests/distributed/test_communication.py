@@ -87,6 +87,21 @@ def test_a_step_sends_what_the_formulas_say(tmp_path, tp, cp, sequence_parallel,
         assert found["parameters"] == DEPTH * (12 * DIM**2 + 13 * DIM) + OTHER_REPLICAS
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gathering_again_sends_half_as_much_again_and_keeps_less(tmp_path, groups):
+    flags = tiny_flags(tmp_path, "--context_parallel=4", "--local_batch_size", str(BATCH), "--no_residual")
+    before, found = simulate(1, flags), simulate(1, [*flags, "--cp_regather", f"--cp_head_groups={groups}"])
+    own = 2 * BATCH * TOKENS // 4 * DIM * 4  # bytes of a rank's k and v
+    assert before["bytes"]["cp all_gather"] == DEPTH * 4 * own
+    assert found["bytes"]["cp all_gather"] == 2 * before["bytes"]["cp all_gather"]
+    assert found["bytes"]["cp reduce_scatter"] == before["bytes"]["cp reduce_scatter"]
+    assert found["count"]["cp all_gather"] == 2 * groups * DEPTH
+    assert found["flops"] == before["flops"]  # attention is not computed again
+    kept = before["after_forward"]["Activation"] - found["after_forward"]["Activation"]
+    joined = (groups > 1) * own / 2  # the groups' results, as one
+    assert kept == DEPTH * (3 * own - joined)  # (of 4 own, the shard is kept)
+
+
 @pytest.mark.parametrize("amp", ["none", "bf16"])
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("tp, cp", [(1, 2), (1, 4), (2, 2)])

@@ -168,7 +168,7 @@ def test_what_asks_the_host_cannot_be_recorded(fused):
             1,
             "max-autotune records CUDA graphs of its own",
         ),
-        (["--dropout", "0.1", "--mlp_chunks", "2"], 1, "dropout 0.1 with activation_checkpoint or mlp_chunks"),
+        (["--dropout", "0.1", "--mlp_chunks", "2"], 1, "dropout 0.1 with activation_checkpoint, mlp_chunks or cp_re"),
         (["--graph_optimizer", "--amp_mode", "fp16"], 1, "graph_optimizer with fp16, .* add --enable_fused"),
     ],
 )

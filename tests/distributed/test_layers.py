@@ -19,7 +19,14 @@ from utils.ranks.world import find_world
 CPU = torch.device("cpu")
 IMAGES = {1024: ("128", "128", "--patch_size=4"), 4050: ("360", "720", "--patch_size=8")}
 GRIDS = {
-    2: [(2, 1), (2, 1, "--no_sequence_parallel"), (2, 1, "--sp_regather"), (1, 2), (1, 2, "--cp_attention=ulysses")],
+    2: [
+        (2, 1),
+        (2, 1, "--no_sequence_parallel"),
+        (2, 1, "--sp_regather"),
+        (1, 2),
+        (1, 2, "--cp_attention=ulysses"),
+        (1, 2, "--cp_regather", "--cp_head_groups=2"),
+    ],
     4: [(2, 2), (2, 2, "--no_sequence_parallel"), (2, 2, "--cp_attention=ulysses"), (4, 1), (1, 4)],
 }
 # What a rank has of the input and of the output: its shard of the tokens, or features of all in its context chunk.
@@ -96,3 +103,30 @@ def on_each_grid(ranks, tokens):
 def test_each_layer_is_the_whole_one(ranks, tokens):
     for done in run_ranks(ranks, on_each_grid, ranks, tokens):
         assert done.returncode == 0, done.stderr[-3000:]
+
+
+def with_dropout(kernel):
+    """Gradients of a block that drops, by what is kept of keys and values: the same draws, the same numbers."""
+    world = find_world(os.environ)
+    join(world)
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for flags in ([], ["--cp_regather"], ["--cp_regather", "--activation_checkpoint=block"]):
+        config = configuration(1024, 1, 2, ["--dropout=0.5", f"--attention={kernel}", *flags])
+        grid = Grid(2, world.rank, 1, 2)
+        grid.create_groups(config.longest_wait)
+        model = parallelize(build(config), config, grid, shard_tokens(config, grid), CPU)
+        torch.manual_seed(world.rank)
+        x = torch.randn(1, 512, 16, requires_grad=True)
+        model.run_blocks(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.blocks.parameters())])
+    for other in found[1:]:
+        for a, b in zip(found[0], other):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12 * a.abs().max().item())
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_what_is_dropped_is_dropped_again(kernel):
+    for done in run_ranks(2, with_dropout, kernel):
+        assert done.returncode == 0, done.stderr

@@ -211,10 +211,10 @@ def test_every_grid_of_four_ranks_equals_one_process():
     (`make certificate` does it compiled, too.)
     """
     command = [sys.executable, "benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens", "--named", "2"]
-    left_out = "compile", "shared gradients", FULL_IMAGE
+    left_out = "compile", "shared gradients", "groups of heads", FULL_IMAGE
     command += ["--modes", *(mode for mode in MODES if not any(words in mode for words in left_out))]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "101 runs on 21 grids." in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "102 runs on 21 grids." in done.stdout, done.stdout + done.stderr
 
 
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):
@@ -260,6 +260,9 @@ def test_fewer_tokens_than_ranks_work(tmp_path):
     [
         (3, ["--tensor_parallel", "3"], "num_heads 4 does not divide over tensor_parallel 3: take 1, 2 or 4"),
         (3, ["--context_parallel", "3", "--cp_attention", "ulysses"], r"shares out the 4 head\(s\)"),
+        (2, ["--context_parallel", "2", "--cp_head_groups", "3"], "does not divide the 4 head.*take 1, 2 or 4"),
+        (2, ["--tensor_parallel", "2", "--cp_head_groups", "2"], "cp_head_groups 2 with context_parallel 1"),
+        (2, ["--context_parallel", "2", "--cp_attention", "ulysses", "--cp_regather"], "cp_regather with context_para"),
         (2, ["--context_parallel", "2", "--noddp"], "leave --noddp out"),
         (2, ["--tensor_parallel", "2", "--no_sequence_parallel", "--dropout", "0.1"], "needs --sequence_parallel"),
         (

@@ -69,6 +69,7 @@ GRIDS = [
     (4, ["--tensor_parallel=2", "--context_parallel=2", "--cp_attention=ulysses", "--amp_mode=fp16", "--enable_fused"]),
     (2, ["--tensor_parallel=2", "--sp_regather", "--clip_grad_norm=1", "--residual"]),
     (2, ["--tensor_parallel=2", "--no_sequence_parallel"]),
+    (2, ["--context_parallel=2", "--cp_regather", "--cp_head_groups=2", "--amp_mode=bf16"]),
     (4, ["--context_parallel=4", "--patch_overlap=2", "--conserve_mean=ch1", "--rollout_steps=2", "--forcings=solar"]),
     (8, ["--context_parallel=2", "--accumulation_steps=2", "--activation_checkpoint=block"]),
 ]

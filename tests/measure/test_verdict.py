@@ -130,7 +130,7 @@ def test_what_takes_less_memory():
     config = Config(global_batch_size=8, attention="math", context_parallel=2).with_batches(1)
     assert list(memory_advice(2.0, 1.0, config)) == [
         "--attention auto", "--local_batch_size 4 --accumulation_steps 2", "--activation_checkpoint block",
-        "--context_parallel 4 of train_mp.py",
+        "--context_parallel 4 of train_mp.py", "--cp_regather of train_mp.py",
     ]  # fmt: skip
     small = Config(global_batch_size=1, activation_checkpoint="block").with_batches(1)
     assert list(memory_advice(2.0, 1.0, small)) == ["--context_parallel 2 of train_mp.py"]

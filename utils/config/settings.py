@@ -250,6 +250,8 @@ class Keys:
     sequence_parallel: bool = key(True, "split the tokens over the tensor parallel ranks too", "run", chapter=2)
     sp_regather: bool = key(False, "gather tokens once more in the backward pass: less memory", "run", chapter=2)
     cp_attention: str = key("gather", "attention over context ranks", "run", choices=("gather", "ulysses"), chapter=2)
+    cp_regather: bool = key(False, "gather k and v once more in the backward pass: less memory", "run", chapter=2)
+    cp_head_groups: int = key(1, "gather k and v of so many groups of heads in turn", "run", at_least=1, chapter=2)
 
     # CUDA graphs
     graph_warmup: int = key(20, "iterations before the step is recorded", "run", at_least=1, chapter=3)

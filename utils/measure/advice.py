@@ -37,6 +37,9 @@ CONDITIONS = {
         c.tensor_parallel * c.context_parallel < len(m.nodes) and c.accumulation_steps == 1
     ),
     "gathers over context ranks": lambda m, c: c.context_parallel > 1 and c.cp_attention == "gather",
+    "keeps what it gathers over context ranks": lambda m, c: (
+        c.context_parallel > 1 and c.cp_attention == "gather" and not c.cp_regather
+    ),
     "all ranks hold all": lambda m, c: c.shard == "none" and may_share(c),
     "all ranks hold the weights": lambda m, c: c.shard == "gradients" and may_share(c),
     "tensor parallel": lambda m, c: c.tensor_parallel > 1,

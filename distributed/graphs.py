@@ -123,8 +123,8 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
         )
     if config.dropout and (config.activation_checkpoint != "none" or config.mlp_chunks > 1 or config.cp_regather):
         raise ValueError(
-            f"dropout {config.dropout} with activation_checkpoint, mlp_chunks or cp_regather reads the state of the random numbers "
-            f"on the host, which a recording cannot do: take --dropout 0, or run train_mp.py"
+            f"dropout {config.dropout} with activation_checkpoint, mlp_chunks or cp_regather reads the state of the "
+            f"random numbers on the host, which a recording cannot do: take --dropout 0, or run train_mp.py"
         )
     skips = config.amp_mode == "fp16" or config.on_nonfinite == "skip"
     if config.graph_optimizer and skips and not config.enable_fused:

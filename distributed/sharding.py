@@ -8,12 +8,13 @@ for it. That is PyTorch's fully_shard (Zhao et al. 2023, PyTorch FSDP), an editi
 import contextlib
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, Shard
 
@@ -52,7 +53,7 @@ def share_out(model: ViT, config: Config, grid: Grid, device: torch.device, mesh
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    model.no_sync = partial(_without_sums, model, keeps)
+    model.no_sync = Scattering(model, keeps).no_sync
     # It warns of outputs that are views, lest somebody changes them in place: nobody does.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     return model
@@ -69,13 +70,46 @@ def _dim_to_cut(ranks: int, p: nn.Parameter) -> Shard | None:
     return Shard(even[-1]) if p.shape[0] == 1 and even else None
 
 
-@contextlib.contextmanager
-def _without_sums(model: nn.Module, keeps: bool) -> Iterator[None]:
-    """Let backward passes add up whole gradients on this rank, as DDP's `no_sync` does, and send nothing."""
-    model.set_requires_gradient_sync(False)
-    model.set_reshard_after_backward(not keeps)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-        model.set_reshard_after_backward(True)
+class Scattering:
+    """When the gradients of a shared model are reduced and scattered: once a step, if weights are kept for it.
+
+    Not in a pass under `no_sync`. In a forecast of several steps a block runs several times: where weights are kept,
+    its gradients add up on this rank until the backward pass of its first run, which comes last. (By itself
+    `fully_shard` scatters after each run. That holds less meanwhile, so it stays where weights are shared out, too.)
+    """
+
+    def __init__(self, model: ViT, keeps: bool):
+        self.model, self.keeps, self.waits = model, keeps, False
+        self.runs: Counter[nn.Module] | None = None  # of each block in this forward pass
+        if keeps:
+            model.register_forward_pre_hook(lambda *_: self._set_runs(Counter()))
+            model.register_forward_hook(lambda *_: self._set_runs(None))
+            for block in model.blocks:
+                block.register_forward_hook(self._has_run)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes add up whole gradients on this rank, as DDP's `no_sync` does, and send nothing."""
+        self.waits = True
+        self._scatter(self.model, False)
+        try:
+            yield
+        finally:
+            self.waits = False
+            self._scatter(self.model, True)
+
+    def _scatter(self, module: nn.Module, now: bool, recurse: bool = True) -> None:
+        module.set_requires_gradient_sync(now, recurse=recurse)
+        module.set_reshard_after_backward(now or not self.keeps, recurse=recurse)
+
+    def _set_runs(self, runs: Counter | None) -> None:
+        self.runs = runs
+
+    def _has_run(self, block: nn.Module, _: tuple, out: Tensor) -> None:
+        if self.runs is None or not out.requires_grad or self.waits:  # None: it is computed again
+            return
+        self.runs[block] += 1
+        if self.runs[block] == 1:
+            out.register_hook(lambda _: self._scatter(block, True, recurse=False))
+        else:
+            self._scatter(block, False, recurse=False)

@@ -119,6 +119,12 @@ MODES |= {
     "shared weights, re-gather": Mode((*WEIGHTS, "--sp_regather")),
     "shared gradients, clipping": Mode((*GRADIENTS, *MODES["clipping"].flags), reference="clipping"),
     "shared weights, dropout": Mode((*WEIGHTS, *MODES["dropout"].flags), bounds=(), reference=None),
+    "shared gradients, overlap, 2 steps": Mode(
+        (*GRADIENTS, *ROLLOUTS["overlap, 2 steps"], "--accumulation_steps", "2"), reference="overlap, 2 steps"
+    ),
+    "shared gradients, overlap, 4 steps, recomputed": Mode(
+        (*GRADIENTS, *ROLLOUTS["overlap, 4 steps"], "--activation_checkpoint", "block"), reference="overlap, 4 steps"
+    ),
     "shared weights, overlap, 2 steps": Mode((*WEIGHTS, *ROLLOUTS["overlap, 2 steps"]), reference="overlap, 2 steps"),
     "shared gradients, fp16": Mode((*GRADIENTS, "--amp_mode", "fp16"), **HALF, like="fp16"),
     "shared weights, fp16": Mode((*WEIGHTS, "--amp_mode", "fp16"), **HALF, like="fp16"),

@@ -161,6 +161,16 @@ def test_what_is_sent_where_a_group_is_that_of_another_axis_too(dp, cp):
     assert 1.05 * found["none"]["dp-cp"] < found["weights"]["dp-cp"] <= 1.52 * found["none"]["dp-cp"]
 
 
+@pytest.mark.parametrize("more", [[], ["--activation_checkpoint=block"], ["--accumulation_steps=2"]])
+def test_a_forecast_of_several_steps_sends_gradients_once(more):
+    flags = ["--config=demo", "--depth=2", "--rollout_steps=4", "--rollout_from=0", *more]
+    found = {shard: simulate(4, [*flags, f"--shard={shard}"]) for shard in ("none", "gradients", "weights")}
+    sent = {shard: found[shard]["sent"]["dp-cp"] for shard in found}
+    assert sent["gradients"] == pytest.approx(sent["none"], rel=0.02) and sent["weights"] > 2.5 * sent["none"]
+    blocks = 2 + 1  # and the rest
+    assert found["gradients"]["count"]["dp-cp reduce_scatter"] == blocks
+
+
 def test_averages_and_validations_are_those_of_ddp(tiny):
     """Passes without gradients leave weights gathered: what comes next must not see those of before."""
     found = {}

@@ -110,6 +110,12 @@ def grid_table() -> str:
     return markdown(["grid", "float64", "float32"], ([grid, *(f"{x:.1e}" for x in row)] for grid, row in rows.items()))
 
 
+def layout_table() -> str:
+    """Return how far runs that went on with another layout are from one process."""
+    rows = record("faults")["layouts"]
+    return markdown(["begun on", *rows], ([begun, *(f"{x:.1e}" for x in row.values())] for begun, row in rows.items()))
+
+
 def verdict() -> str:
     """Return how docs/example_logs/make.py's first run ended."""
     return "> " + json.loads((ROOT / "docs/example_logs/float32/report/report.json").read_text())["verdict"]
@@ -126,6 +132,7 @@ TABLES = {
     "era5.skill": era5_skill,
     "faults.faults": fault_table,
     "faults.grids": grid_table,
+    "faults.layouts": layout_table,
     "combinations.bounds": lambda: ", ".join(f"{x:.0e} ({amp})" for amp, (x, _) in combinations.BOUNDS.items()) + ".",
     "combinations.table": lambda: combinations.table(measured("combinations")[0]),
     "loader.table": lambda: loader.table(*measured("loader")),

@@ -17,8 +17,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness.record import write_record  # noqa: E402
 from tests.helpers import write_data  # noqa: E402
 from tests.proofs.injections import FAULTS  # noqa: E402
-from tests.proofs.interruptions import GRIDS, Grid, check_equal, disturbed, moved, undisturbed, worst_error  # noqa: E402
+from tests.proofs.interruptions import (  # noqa: E402
+    GRIDS,
+    Grid,
+    begun_and_ended,
+    check_equal,
+    disturbed,
+    moved,
+    undisturbed,
+    worst_error,
+)  # fmt: skip
 
+GRADIENTS, WEIGHTS = ("--shard=gradients",), ("--shard=weights",)
 # train.py draws DropPath's numbers from the generator of each rank, so they are others on another grid.
 GRIDS_TO = {
     "1 process, train.py, no DropPath": (Grid(1), "--drop_path=0"),
@@ -29,7 +39,16 @@ GRIDS_TO = {
     "(1, 2, 2)": (Grid(1, 2, 2),),
     "(1, 4, 1), no sequence parallelism": (Grid(1, 4, 1, ("--no_sequence_parallel",)),),
     "(1, 2, 2), order dp-cp-tp": (Grid(1, 2, 2, ("--parallel_order=dp-cp-tp",)),),
+    "(1, 1, 4), shared gradients": (Grid(1, 1, 4, GRADIENTS),),
+    "(1, 2, 2), shared weights": (Grid(1, 2, 2, WEIGHTS),),
 }
+# Of 4 ranks: (dp, tp, cp), half of them shared out.
+LAYOUTS = {
+    "(4, 1, 1)": Grid(4, 1, 1), "(2, 2, 1)": Grid(2, 2, 1), "(1, 2, 2)": Grid(1, 2, 2), "(1, 1, 4)": Grid(1, 1, 4),
+    "(4, 1, 1) G": Grid(4, 1, 1, GRADIENTS), "(2, 2, 1) W": Grid(2, 2, 1, WEIGHTS),
+    "(1, 1, 4) G": Grid(1, 1, 4, GRADIENTS),
+    "(1, 2, 2) W": Grid(1, 2, 2, (*WEIGHTS, "--parallel_order=cp-dp-tp")),
+}  # fmt: skip
 
 
 def main() -> int:
@@ -42,14 +61,17 @@ def main() -> int:
         folder = write_data(Path(name))
         rows, failed = faults(folder)
         moves, far = grids(folder)
-    print(*failed, *far, sep="\n")
+        pairs, apart = layouts(folder)
+    print(*failed, *far, *apart, sep="\n")
     count = len(FAULTS) * len(GRIDS)
     print(f"{count - len(failed)} of {count} faults left no trace; {len(moves) - len(far)} of {len(moves)} grids are")
     print(f"within 1e-12 (float64) and 1e-5 (float32); {time.perf_counter() - start:.0f} s")
-    if path and not failed and not far:
+    if path and not failed and not far and not apart:
         worst = {f"worst_float{bits}": max(both[i] for both in moves.values()) for i, bits in enumerate((64, 32))}
-        write_record(path, {"faults": count, "kinds": len(FAULTS), **worst}, {}, faults=rows, grids=moves)
-    return bool(failed or far)
+        worst |= {"worst_layouts": max(max(row.values()) for row in pairs.values())}
+        found = {"faults": rows, "grids": moves, "layouts": pairs}
+        write_record(path, {"faults": count, "kinds": len(FAULTS), **worst}, {}, **found)
+    return bool(failed or far or apart)
 
 
 def faults(folder: Path) -> tuple[dict[str, dict[str, str]], list[str]]:
@@ -86,6 +108,22 @@ def grids(folder: Path) -> tuple[dict[str, list[float]], list[str]]:
             far.append(told)
         print(told, flush=True)
     return rows, far
+
+
+def layouts(folder: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Return the errors in float64 of each pair of layouts, begun on and gone on with, and those beyond the bound."""
+    flags = "--dropout=0", "--num_iters=8"
+    serial = undisturbed(Grid(1), folder, "layouts", *flags, dtype=torch.float64)
+    rows: dict[str, dict[str, float]] = {}
+    for i, (begun, first) in enumerate(LAYOUTS.items()):
+        rows[begun] = {}
+        for j, (ended, then) in enumerate(LAYOUTS.items()):
+            path = begun_and_ended(first, then, folder, f"layouts-{i}-{j}", *flags)
+            rows[begun][ended] = max(worst_error(path, serial))
+            if i == j:  # bit for bit
+                check_equal(path, undisturbed(first, folder, f"layouts-{i}", *flags, dtype=torch.float64))
+        print(begun, *(f"{error:.1e}" for error in rows[begun].values()), flush=True)
+    return rows, [f"{a}, then {b}: {x:.1e}" for a, row in rows.items() for b, x in row.items() if not x < 1e-12]
 
 
 if __name__ == "__main__":

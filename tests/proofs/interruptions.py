@@ -48,7 +48,11 @@ class Grid:
         return [*sizes, *self.flags]
 
 
-GRIDS = {"1 process": Grid(1), "dp 2": Grid(2), "dp 4": Grid(4), "tp 2 x cp 2": Grid(1, 2, 2)}
+GRIDS = {
+    "1 process": Grid(1), "dp 2": Grid(2), "dp 4": Grid(4), "tp 2 x cp 2": Grid(1, 2, 2),
+    "cp 2, shared gradients": Grid(1, 1, 2, ("--shard=gradients",)),
+    "dp 2 x tp 2, shared weights": Grid(2, 2, 1, ("--shard=weights",)),
+}  # fmt: skip
 # 5 iterations an epoch; validation after 5, 10 and 14; dropout, so that random numbers count.
 FLAGS = ("--global_batch_size=4", "--num_iters=14", "--checkpoint_every=4", "--dropout=0.1", "--drop_path=0.1")
 
@@ -149,6 +153,15 @@ def moved(grid: Grid, folder: Path, name: str, *flags: str, dtype: torch.dtype, 
     path = run_folder(argv, home.folder)
     assert [line["iteration"] for line in records(path, "resume")] == [5, 8]  # before a validation, and in an epoch
     return path
+
+
+def begun_and_ended(first: Grid, then: Grid, folder: Path, name: str, *flags: str) -> Path:
+    """Begin on one grid, stop in the first validation, and go on with another one, in float64; return the folder."""
+    argv, log = tiny_flags(folder, *FLAGS, *flags, "--run_num", name), folder / f"{name}.log"
+    for grid, code, *stop in ((first, 75, At(Send(signal.SIGTERM), iteration=4)), (then, 0)):
+        codes = Ranks(grid, [*argv, "--resume", "auto"], log, (in_dtype(torch.float64), *stop)).wait()
+        assert codes == [code] * grid.ranks, log.read_text()
+    return run_folder(argv, first.folder)
 
 
 def newest_iteration(run_folders: Iterable[Path]) -> int:

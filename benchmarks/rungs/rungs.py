@@ -129,6 +129,8 @@ def _data_parallel(nproc: int, batch: int, flags: tuple[str, ...]) -> Iterator[R
         "no gradients sent": ("--noddp",),
     }.items():
         yield Rung(table, name, (*flags, *more), batch, ddp, ranks=nproc)
+    for kind in ("gradients", "weights"):
+        yield Rung(table, f"shared {kind}", (*flags, f"--shard={kind}"), batch, ddp, "train_mp.py", nproc)
     # DataParallel copies the model in each step, which cannot be compiled, and its threads know no bf16.
     plain, needs = (*flags, "--no_enable_jit", "--amp_mode=none"), f"{nproc} GPUs"
     yield Rung(table, "not compiled", plain, batch, ddp, ranks=nproc, needs=needs)
@@ -148,6 +150,8 @@ def _grids(nproc: int, batch: int, flags: tuple[str, ...]) -> Iterator[Rung]:
         (f"{tp}, no sequence parallelism", tp, (of_tp, "--no_sequence_parallel")),
         (cp, "1 rank", (of_cp,)),
         (f"{cp}, Ulysses", cp, (of_cp, "--cp_attention=ulysses")),
+        (f"{cp}, re-gather", cp, (of_cp, "--cp_regather")),
+        (f"{cp}, 2 groups of heads", cp, (of_cp, "--cp_head_groups=2")),
         (f"{both}, tp-cp-dp", "1 rank", (*of_both, first)),
         (f"{both}, cp-tp-dp", f"{both}, tp-cp-dp", (*of_both, second)),
     ):

@@ -22,4 +22,4 @@ def test_no_device_is_mixed_and_nothing_waits(tmp_path):
     run = [sys.executable, "-m", "tests.gpu.fake_cuda", str(library)]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "22 cases\n"
+    assert done.stdout == "23 cases\n"

@@ -83,7 +83,7 @@ class Scattering:
         self.runs: Counter[nn.Module] | None = None  # of each block in this forward pass
         if keeps:
             model.register_forward_pre_hook(lambda *_: self._set_runs(Counter()))
-            model.register_forward_hook(lambda *_: self._set_runs(None))
+            model.register_forward_hook(lambda *_: self._leave())
             for block in model.blocks:
                 block.register_forward_hook(self._has_run)
 
@@ -104,6 +104,15 @@ class Scattering:
 
     def _set_runs(self, runs: Counter | None) -> None:
         self.runs = runs
+
+    def _leave(self) -> None:
+        self.runs = None
+        if torch.is_grad_enabled():
+            return
+        # No backward pass will drop the gathered weights. While they are there, `model.parameters()` are these, and
+        # what changes the parts or their gradients, such as `zero_grad`, would miss them.
+        for module in (*self.model.blocks, self.model):
+            module.reshard()
 
     def _has_run(self, block: nn.Module, _: tuple, out: Tensor) -> None:
         if self.runs is None or not out.requires_grad or self.waits:  # None: it is computed again

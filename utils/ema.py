@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from utils.shards import drop_gathered, own
+from utils.shards import own
 
 
 class MovingAverage:
     """The average of the weights that this rank holds: of a sliced weight its slice, of one shared out its part."""
 
     def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = model, decay
+        self.decay = decay
         self.weights = {name: own(p) for name, p in model.named_parameters()}
         self.average = {name: x.clone() for name, x in self.weights.items()}
         self.is_in_place = False
@@ -41,7 +41,6 @@ class MovingAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        drop_gathered(self.model)
         for name, x in self.weights.items():
             weights = x.clone()
             x.copy_(self.average[name])

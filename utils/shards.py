@@ -1,7 +1,6 @@
 """Tensors that data parallel ranks share out, as PyTorch's fully_shard makes them (`--shard`)."""
 
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
@@ -25,10 +24,3 @@ def part_of(x: Tensor) -> tuple[int, int]:
     (placement,) = x.placements
     rows, ranks = x.shape[placement.dim], x.device_mesh.size()
     return placement.dim, min(-(-rows // ranks) * x.device_mesh.get_local_rank(), rows)
-
-
-def drop_gathered(model: nn.Module) -> None:
-    """Drop the gathered weights that passes without gradients leave: the next one gathers what they are by then."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -171,8 +171,21 @@ def test_a_forecast_of_several_steps_sends_gradients_once(more):
     assert found["gradients"]["count"]["dp-cp reduce_scatter"] == blocks
 
 
+def test_steps_after_a_validation_are_those_of_ddp(tiny):
+    """Passes without gradients must leave nothing behind: neither weights nor, beside them, gradients of before."""
+    found = {}
+    for shard in ("none", "gradients", "weights"):
+        argv = tiny_flags(tiny, "--num_iters=6", "--validate_first", "--shard", shard, "--run_num", f"after {shard}")
+        for done in run_ranks(2, [str(ROOT / "train_mp.py"), *argv]):
+            assert done.returncode == 0, done.stderr[-3000:]
+        folder = run_folder(argv, "1MP")
+        assert len(records(folder, "epoch")) == 3 + 1  # with the one before the first step
+        found[shard] = [(step["loss"], step["grad_norm"]) for step in records(folder, "step")]
+    torch.testing.assert_close(torch.tensor(found["gradients"]), torch.tensor(found["none"]), rtol=1e-5, atol=0)
+    assert found["weights"] == found["gradients"]
+
+
 def test_averages_and_validations_are_those_of_ddp(tiny):
-    """Passes without gradients leave weights gathered: what comes next must not see those of before."""
     found = {}
     flags = ["--num_iters=6", "--ema_decay=0.5", "--accumulation_steps=2", "--report", "--clip_grad_norm=1"]
     for shard in ("none", "gradients", "weights"):

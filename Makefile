@@ -121,7 +121,7 @@ combinations: $(READY)
 	$(PYTHON) benchmarks/combinations.py --json benchmarks/results/combinations.json
 	$(PYTHON) docs/make.py
 
-# Every fault on every grid, and every grid after another one: about 6 minutes. Random interruptions: about 15.
+# Every fault on every grid, and every layout after another one: about 20 minutes. Random interruptions: about 15.
 faults: $(TOOLS)
 	$(PYTHON) tests/proofs/fault_matrix.py --json benchmarks/results/faults.json
 	$(PYTHON) docs/make.py

@@ -8,7 +8,7 @@ Shapes:  B batch   n tokens of this rank's shard   D embed_dim   h heads of this
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,21 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from distributed.mappings import all_gather, all_to_all, copy, gathered_linear, reduce, reduce_scatter
+from distributed.mappings import BegunGather, all_gather, all_to_all, copy, gathered_linear, reduce, reduce_scatter
 from networks.overlap import OverlapHead, in_compute_dtype
 from networks.vit import Attention, PatchEmbed
 from utils.comm import Grid
 
 TOKENS = 1  # the dim of the tokens
-COPIES = ("clone", "new_empty", "empty_like", "empty", "_to_copy")  # around a collective
 
 
-def gather_again(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what attention computes for the backward pass; compute again what gathers, with copies and views."""
-    name, is_collective = operation.__name__.split(".")[0], operation.namespace in ("c10d", "_c10d_functional")
-    # What works in place, such as the draws of dropout, changes what would be kept.
-    again = is_collective or operation.is_view or operation._schema.is_mutable or name in COPIES
-    return CheckpointPolicy.PREFER_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+def keep_fused(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what fused kernels of attention return for the backward pass; what comes before them is computed again."""
+    is_fused = operation.namespace == "flash_attn" or operation.__name__.startswith("_scaled_dot_product_")
+    return CheckpointPolicy.MUST_SAVE if is_fused else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard_rows(weight: Tensor, grid: Grid, parts: int = 1) -> nn.Parameter:
@@ -119,9 +116,10 @@ class ParallelAttention(Attention):
     swaps tokens for heads, so that each rank has all tokens of some heads, and back (Jacobs et al. 2023). Padding
     lies at the end of all tokens and is sliced off k and v: no mask, so that every attention kernel can be used.
 
-    With `regather` the backward pass gathers k and v once more, and nothing gathered is kept for it. Heads are
-    independent of each other, so k and v can come in groups of heads: on a GPU those of a group are then gathered while
-    the group before is computed, and with `regather` the k and v of few heads are whole at a time.
+    With `regather` the backward pass gathers k and v once more, and nothing gathered is kept for it; nor is anything of
+    attention but what a fused kernel returns. Heads are independent of each other, so k and v can come in groups of
+    heads. In the forward pass those of a group then come while the group before is computed; with `regather` they come
+    in their turn, and one group is whole at a time.
 
     Communication over cp, with s bytes for this rank's q [B, M, h, d]. Gather: an all-gather to 2 cp s in the forward,
     a reduce-scatter of 2 cp s in the backward, and with `regather` once more an all-gather to 2 cp s. Groups of heads:
@@ -144,51 +142,23 @@ class ParallelAttention(Attention):
 
     def attend_in_groups(self, q: Tensor, kv: Tensor) -> Tensor:
         """Return attention from q [B, M, h, d], k and v of this rank's tokens [B, M, 2, h, d], by groups of heads."""
-        group = partial(self.attend_gathered, beside=Beside(q.device) if self.head_groups > 1 else None)
+        q, kv, parts = q.chunk(self.head_groups, 2), kv.chunk(self.head_groups, 3), []
         if self.regather and torch.is_grad_enabled():
-            drops = self.training and self.attn_drop > 0
-            kept = partial(create_selective_checkpoint_contexts, gather_again)
-            group = partial(checkpoint, group, use_reentrant=False, preserve_rng_state=drops, context_fn=kept)
-        parts = [group(*part) for part in zip(q.chunk(self.head_groups, 2), kv.chunk(self.head_groups, 3))]
+            gather, drops = partial(all_gather, dim=TOKENS, group=self.cp), self.training and self.attn_drop > 0
+            kept = partial(create_selective_checkpoint_contexts, keep_fused)
+            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=drops, context_fn=kept)
+            parts = [again(self.attend_gathered, *part, gather) for part in zip(q, kv)]
+        else:
+            gather = BegunGather(kv[0], TOKENS, self.cp)
+            for i, part in enumerate(kv):
+                following = BegunGather(kv[i + 1], TOKENS, self.cp) if i + 1 < len(kv) else None
+                parts.append(self.attend_gathered(q[i], part, gather))
+                gather = following
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def attend_gathered(self, q: Tensor, kv: Tensor, beside: "Beside | None") -> Tensor:
-        if beside is None:
-            kv = all_gather(kv, TOKENS, self.cp)
-        else:
-            kv = beside(all_gather, kv, TOKENS, self.cp)
-        k, v = kv[:, : self.num_tokens].unbind(2)  # B N h d
+    def attend_gathered(self, q: Tensor, kv: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        k, v = gather(kv)[:, : self.num_tokens].unbind(2)  # B N h d
         return super().attend(q, k, v)
-
-
-class Beside:
-    """Computes something beside what the device does already, in a stream of its own; on a CPU in its turn.
-
-    What it computes waits for what the device had to do when this was made, and what follows waits for it.
-    """
-
-    def __init__(self, device: torch.device):
-        # A compiler orders operations itself.
-        self.is_possible = device.type == "cuda" and not torch.compiler.is_compiling()
-        if self.is_possible:
-            self.stream, self.ready = side_stream(device), torch.cuda.current_stream(device).record_event()
-
-    def __call__(self, function: Callable, x: Tensor, *args: Any) -> Tensor:
-        if not self.is_possible:
-            return function(x, *args)
-        main = torch.cuda.current_stream(x.device)
-        self.stream.wait_event(self.ready)
-        with torch.cuda.stream(self.stream):
-            out = function(x, *args)
-        main.wait_stream(self.stream)
-        x.record_stream(self.stream)  # their memory is free only when both streams have passed
-        out.record_stream(main)
-        return out
-
-
-@cache
-def side_stream(device: torch.device) -> "torch.cuda.Stream":
-    return torch.cuda.Stream(device)
 
 
 class ParallelPatchEmbed(PatchEmbed):

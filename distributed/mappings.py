@@ -135,6 +135,45 @@ class _AllGather(torch.autograd.Function):
         return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
+class BegunGather:
+    """An all-gather along `dim` that has begun when this is made, so that the device computes something meanwhile.
+
+    Called once, with the same tensor, it waits and returns what `all_gather` returns, with its gradient. In compiled
+    code it begins then.
+    """
+
+    def __init__(self, x: Tensor, dim: int, group: Group):
+        self.dim, self.group, self.work = dim, group, None
+        if dist.get_world_size(group) > 1 and not torch.compiler.is_compiling():
+            self._begin(x.detach().movedim(dim, 0).contiguous())
+
+    @communication
+    def _begin(self, x: Tensor) -> None:
+        self.out = x.new_empty(dist.get_world_size(self.group) * x.shape[0], *x.shape[1:])
+        self.work = all_gather_single(self.out, x, group=self.group, async_op=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return all_gather(x, self.dim, self.group) if self.work is None else _Arrived.apply(x, self)
+
+    @communication
+    def take(self) -> Tensor:
+        """Wait for what has begun, and hand it out."""
+        self.work.wait()
+        out, self.out, self.work = self.out, None, None
+        return out.movedim(0, self.dim)
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, begun):
+        ctx.dim, ctx.group = begun.dim, begun.group
+        return begun.take()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):

@@ -71,6 +71,11 @@ def check_context(config: Config, heads: int, cp: int) -> None:
             f"{asked[0]} with context_parallel {cp} and cp_attention {config.cp_attention}: no keys and values are "
             f"gathered; take --context_parallel 2 or more and --cp_attention gather, or leave it out"
         )
+    if config.cp_regather and config.activation_checkpoint in ("block", "step"):
+        raise ValueError(
+            f"cp_regather with activation_checkpoint {config.activation_checkpoint}: what is computed again gathers "
+            f"again; leave --cp_regather out, or take --activation_checkpoint mlp or none"
+        )
     if heads % config.cp_head_groups:
         raise ValueError(
             f"cp_head_groups {config.cp_head_groups} does not divide the {heads} head(s) of each rank: "

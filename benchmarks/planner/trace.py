@@ -29,7 +29,7 @@ from distributed.parallelize import check_parallel, is_sequence_parallel, parall
 from distributed.sharding import mesh_of, share_out
 from networks.attention import BACKENDS
 from networks.vit import ViT
-from train import build_model, forward_backward
+from train import build_model, build_scaler, forward_backward
 from train_mp import make_step
 from utils.comm import GROUPS, Grid
 from utils.config.reader import load_config
@@ -112,7 +112,9 @@ def trace(dp: int, argv: Sequence[str], memory: bool = True) -> Trace:
     Args:
         memory: whether to watch it, which takes half of the time.
 
-    Raises ValueError for flags that train_mp.py refuses.
+    Compiled or of another backend, a model is traced as it is without.
+
+    Raises ValueError where the flags are wrong, and for a layout that train_mp.py refuses.
     """
     config, _ = load_config(list(argv), chapter=2)
     join_fake(dp * config.tensor_parallel * config.context_parallel)
@@ -154,7 +156,7 @@ class Rank:
         self.batch = blank_batch(config, fields, self.shard)
         self.optimizer = build_optimizer(self.model, config)
         self.gradients = TensorParallelGradients(self.model, grid, is_sequence_parallel(config, grid))
-        self.scaler = GridScaler("cpu", grid.get_group("tp-cp"), enabled=config.amp_mode == "fp16")
+        self.scaler = build_scaler(config, cpu, partial(GridScaler, group=grid.get_group("tp-cp")))
         groups = {grid.get_group(axes).group_name: axes for axes in reversed(GROUPS)}
         self.recorder = Recorder(groups | ({mesh.get_group().group_name: "dp-cp"} if mesh else {}))
         uses_ddp = grid.get_size("dp-cp") > 1 and not config.noddp and config.shard == "none"

@@ -104,7 +104,7 @@ MODES |= {
     "cp re-gather": Mode(KV[:1]),
     "groups of heads": Mode(KV[1:]),
     "cp re-gather, groups of heads, compile": Mode((*KV, "--enable_jit")),
-    "cp re-gather, groups of heads, recomputed": Mode((*KV, *MODES["recomputed"].flags)),
+    "cp re-gather, groups of heads, recomputed": Mode((*KV, "--activation_checkpoint", "mlp")),
     "cp re-gather, groups of heads, dropout": Mode((*KV, *MODES["dropout"].flags), bounds=(), reference=None),
 }
 GRADIENTS, WEIGHTS = (("--shard", kind) for kind in ("gradients", "weights"))

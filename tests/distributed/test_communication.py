@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from benchmarks.planner.trace import join_fake
+from benchmarks.planner.trace import join_fake, trace
 from benchmarks.simulate import GRIDS, simulate
 from distributed.helpers import TensorParallelGradients, share_loss
 from distributed.parallelize import is_sequence_parallel, parallelize, shard_tokens
@@ -100,6 +100,33 @@ def test_gathering_again_sends_half_as_much_again_and_keeps_less(tmp_path, group
     kept = before["after_forward"]["Activation"] - found["after_forward"]["Activation"]
     joined = (groups > 1) * own / 2  # the groups' results, as one
     assert kept == DEPTH * (3 * own - joined)  # (of 4 own, the shard is kept)
+
+
+def test_gathering_again_for_the_formula_keeps_no_table(tmp_path):
+    """Attention of plain products is computed again, with what is gathered for it."""
+    flags = tiny_flags(tmp_path, "--context_parallel=4", "--attention=math", "--dropout=0.1")
+    before, found = simulate(1, flags), simulate(1, [*flags, "--cp_regather"])
+    table = 8 * 4 * TOKENS**2 // 4 * 4  # bytes of 4 heads' weights, for the batch
+    kept = before["after_forward"]["Activation"] - found["after_forward"]["Activation"]
+    assert kept > DEPTH * table
+    assert found["flops"]["forward product"] == before["flops"]["forward product"]
+    assert found["flops"]["backward product"] > before["flops"]["backward product"]
+
+
+def test_groups_of_heads_are_gathered_in_time(tmp_path):
+    """Each while the one before is computed; where they are gathered again, in their turn: one is whole at a time."""
+    shape = ["--img_size", "64", "128", "--embed_dim=64", "--num_heads=8", "--depth=1", "--local_batch_size=1"]
+    flags = tiny_flags(tmp_path, *shape, "--context_parallel=8")
+
+    def order(*more):
+        operations = trace(1, [*flags, "--cp_head_groups=8", *more], memory=False).operations
+        kinds = [(op.kind, op.axes) for op in operations if op.phase == "forward"]
+        return ["attend" if kind == "attention" else "gather" for kind, axes in kinds if kind == "attention" or axes]
+
+    assert order()[:16] == ["gather"] + 7 * ["gather", "attend"] + ["attend"]
+    assert order("--cp_regather")[:16] == 8 * ["gather", "attend"]
+    peaks = [sum(trace(1, [*flags, "--cp_regather", f"--cp_head_groups={n}"]).peak.values()) for n in (1, 8)]
+    assert peaks[0] - peaks[1] > 0.5 * 2 * 512 * 64 * 4  # of the bytes of k and v of all heads
 
 
 @pytest.mark.parametrize("amp", ["none", "bf16"])

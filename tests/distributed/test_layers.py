@@ -111,7 +111,7 @@ def with_dropout(kernel):
     join(world)
     torch.set_default_dtype(torch.float64)
     found = []
-    for flags in ([], ["--cp_regather"], ["--cp_regather", "--activation_checkpoint=block"]):
+    for flags in ([], ["--cp_regather"], ["--cp_regather", "--activation_checkpoint=mlp"]):
         config = configuration(1024, 1, 2, ["--dropout=0.5", f"--attention={kernel}", *flags])
         grid = Grid(2, world.rank, 1, 2)
         grid.create_groups(config.longest_wait)

@@ -263,6 +263,11 @@ def test_fewer_tokens_than_ranks_work(tmp_path):
         (2, ["--context_parallel", "2", "--cp_head_groups", "3"], "does not divide the 4 head.*take 1, 2 or 4"),
         (2, ["--tensor_parallel", "2", "--cp_head_groups", "2"], "cp_head_groups 2 with context_parallel 1"),
         (2, ["--context_parallel", "2", "--cp_attention", "ulysses", "--cp_regather"], "cp_regather with context_para"),
+        (
+            2,
+            ["--context_parallel", "2", "--cp_regather", "--activation_checkpoint", "block"],
+            "leave --cp_regather out",
+        ),
         (2, ["--context_parallel", "2", "--noddp"], "leave --noddp out"),
         (2, ["--tensor_parallel", "2", "--no_sequence_parallel", "--dropout", "0.1"], "needs --sequence_parallel"),
         (

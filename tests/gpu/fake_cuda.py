@@ -113,7 +113,6 @@ def fake_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("Stream", "Event", "current_stream", "stream", "set_device"):
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
-        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
         stack.enter_context(mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)))
         stack.enter_context(mock.patch("torch.cuda.is_bf16_supported", lambda *_, **__: True))
         stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))

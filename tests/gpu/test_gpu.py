@@ -13,7 +13,6 @@ import train_mp
 import train_mp_graphs
 from distributed import mappings
 from distributed.helpers import GridScaler
-from distributed.layers import Beside
 from networks.attention import BACKENDS, attention, check_attention, has_cudnn_fault, pick_attention
 from tests.distributed.recorded_graph import always_ddp
 from tests.helpers import (
@@ -269,28 +268,6 @@ def test_mappings_run_on_nccl(device, dtype):
             grad = torch.randn_like(y)
             y.backward(grad)
             assert torch.equal(y, x) and torch.equal(x.grad, grad), mapping
-
-
-def test_beside_the_stream_that_computes(device):
-    """It is there when it is needed, and so is its gradient; it does not wait for what the device was given since."""
-    x = torch.randn(1 << 20, device=device, requires_grad=True)
-    beside, big = Beside(device), torch.randn(8192, 8192, device=device)
-    start, end, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    start.record()
-    for _ in range(20):
-        big @ big
-    end.record()
-
-    def twice(x):
-        y = 2 * x
-        done.record()
-        return y
-
-    y = beside(twice, x)
-    (3 * y).sum().backward()
-    torch.cuda.synchronize()
-    assert torch.equal(y, 2 * x) and torch.equal(x.grad, torch.full_like(x, 6))
-    assert start.elapsed_time(done) < 0.5 * start.elapsed_time(end)
 
 
 @pytest.mark.parametrize("fused", [False, True])

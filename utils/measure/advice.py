@@ -38,7 +38,10 @@ CONDITIONS = {
     ),
     "gathers over context ranks": lambda m, c: c.context_parallel > 1 and c.cp_attention == "gather",
     "keeps what it gathers over context ranks": lambda m, c: (
-        c.context_parallel > 1 and c.cp_attention == "gather" and not c.cp_regather
+        c.context_parallel > 1
+        and c.cp_attention == "gather"
+        and not c.cp_regather
+        and c.activation_checkpoint not in ("block", "step")
     ),
     "all ranks hold all": lambda m, c: c.shard == "none" and may_share(c),
     "all ranks hold the weights": lambda m, c: c.shard == "gradients" and may_share(c),

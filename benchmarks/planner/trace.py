@@ -109,10 +109,10 @@ def without_data() -> Iterator[None]:
 def trace(dp: int, argv: Sequence[str], memory: bool = True) -> Trace:
     """Return what rank 0 does in a step of a run with these flags and `dp` copies of the model.
 
+    Compiled or of another backend, a model is traced as it is without.
+
     Args:
         memory: whether to watch it, which takes half of the time.
-
-    Compiled or of another backend, a model is traced as it is without.
 
     Raises ValueError where the flags are wrong, and for a layout that train_mp.py refuses.
     """

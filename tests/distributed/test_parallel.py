@@ -37,7 +37,7 @@ from tests.helpers import (
     tiny_flags,
     write_data,
 )
-from utils.comm import Grid, rank_groups
+from utils.comm import GROUPS, Grid, rank_groups
 from utils.config.reader import load_config
 from utils.data.dataset import WeatherData
 from utils.data.frame_sharing import FrameSharing
@@ -71,6 +71,9 @@ def test_groups_of_16_ranks_in_every_order(order):
             first = group[0]
             places = [i * stride[a] + j * stride[b] for i in range(sizes[a]) for j in range(sizes[b])]
             assert group == sorted(first + place for place in places)
+    for axes in GROUPS:  # a rank knows its own without looking at all others
+        for group in rank_groups(sizes | {"pp": 1}, f"{order}-pp", axes):
+            assert all(Grid(16, rank, 2, 2, order).get_ranks(axes) == group for rank in group)
 
 
 def test_a_rank_knows_its_place():

@@ -12,6 +12,7 @@ IMAGES = {
 SECTION = dict(
     embed_dim=32, depth=2, num_heads=8, n_in_channels=3, n_out_channels=2, residual=True, global_batch_size=8,
     num_iters=5, lr=1e-3, warmup=2, plot_channels=[], tf32=False,
+    limit_nsamples=16,  # 2 iterations an epoch: what a validation leaves behind counts in those after it
 )  # fmt: skip
 
 

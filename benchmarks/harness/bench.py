@@ -33,9 +33,9 @@ REFERENCE = [
 class Bench:
     """The training step of a configuration, on random data, with a clock at its parts."""
 
-    def __init__(self, flags: list[str]):
+    def __init__(self, flags: list[str], local_rank: int = 0):
         config = load_config(flags)[0].with_batches(1)
-        self.config, self.device = config, prepare(config, local_rank=0)
+        self.config, self.device = config, prepare(config, local_rank)
         fields = Fields.blank(config)
         self.tokens = math.prod(config.img_size) // config.patch_size**2
         self.model = train.build_model(config, fields, self.device).to(self.device)

@@ -122,8 +122,7 @@ def trace(dp: int, argv: Sequence[str], memory: bool = True) -> Trace:
         grid = Grid(dist.get_world_size(), 0, config.tensor_parallel, config.context_parallel, config.parallel_order)
         check_parallel(config, grid)
         config = config.with_batches(dp)
-        if config.optimizer not in FUSED:  # it looks at values; and it keeps less
-            config = replace(config, optimizer="Adam")
+        config = without_values(config)
         grid.create_groups()
         # A mesh is a tensor with values; and what goes over it is to be told from what cp sends, or dp.
         mesh = mesh_of(dist.new_group(grid.get_ranks("dp-cp")), torch.device("cpu"))
@@ -138,6 +137,11 @@ def trace(dp: int, argv: Sequence[str], memory: bool = True) -> Trace:
         dist.destroy_process_group()
     sizes = {axes: grid.get_size(axes) for axes in GROUPS}
     return Trace(config, sizes, rank.parameters, rank.shard.length, rank.recorder.operations, after_forward, peak)
+
+
+def without_values(config: Config) -> Config:
+    """Return a configuration whose optimiser looks at no values: Adam for the others, which keep less."""
+    return config if config.optimizer in FUSED else replace(config, optimizer="Adam")
 
 
 class Rank:
@@ -162,12 +166,15 @@ class Rank:
         uses_ddp = grid.get_size("dp-cp") > 1 and not config.noddp and config.shard == "none"
         self.buckets = Buckets(self.model, config, self.recorder) if uses_ddp else None
         shared = share_loss(config, grid, self.shard, cpu)
-        serial_step = partial(forward_backward, self.model, scaler=self.scaler, config=config)
         loss = distance(config, fields, self.shard, cpu, **shared)
-        self.train_step = make_step(serial_step, grid, self.gradients, loss)
+        self.passes = partial(forward_backward, self.model, scaler=self.scaler, config=config, distance=loss)
+        self.train_step = make_step(self.passes, grid, self.gradients, loss)
 
     def step(self) -> None:
         self.train_step(*self.batch)
+        self.update()
+
+    def update(self) -> None:
         with self.recorder.phase("optimizer"):
             self.scaler.unscale_(self.optimizer)
             self.scaler.update()

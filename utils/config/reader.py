@@ -212,6 +212,11 @@ def _check_rollout(config: Config) -> list[str]:
     return [] if reached else [f"rollout_from {first[-1]} is not reached: num_iters is {config.num_iters}"]
 
 
+def keys_given(argv: list[str], chapter: int = 1) -> set[str]:
+    """Return the keys that a command line sets."""
+    return {*_parse_chapter(argv, chapter)[0]}
+
+
 def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     """Return the configuration that the command line `argv` asks for, and remarks for the log.
 

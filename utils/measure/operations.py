@@ -103,13 +103,16 @@ class Recorder(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # such as a DTensor: it comes again as operations on its parts
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         inputs, outputs = tensors((args, kwargs)), tensors(out)
         if func.namespace == "c10d":
             self.operations.append(self._operation("collective", inputs, inputs[:1], **self._sent(func, args, inputs)))
         elif not _moves_nothing(func, inputs, outputs):
             self.operations.append(self._computation(func, args, kwargs, inputs, out))
         return out
+
+    def _call(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+        return func(*args, **kwargs)
 
     def _sent(self, func: torch._ops.OpOverload, args: tuple, inputs: list[Tensor]) -> dict[str, Any]:
         group = next(dist.ProcessGroup.unbox(x) for x in tree_leaves(args) if isinstance(x, torch.ScriptObject))

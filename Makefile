@@ -5,9 +5,10 @@
 # make lint     ruff and its formatter
 # make help     this list
 # make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
+# make plan     which layout?      PLAN="--config=mp --machine perlmutter --ranks 64"
 # make ladder   what does each optimisation bring here? The same ARGS
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
-#         faults, soak, slurm (interrupted runs), skill, simulate, benchmark, figures, docs (the figures in the pages)
+#         faults, soak, slurm (interrupted runs), plan-check, skill, simulate, benchmark, figures, docs (the figures in the pages)
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -27,10 +28,10 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test test-all test-gpu lint format readme docs doctor ladder figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
+.PHONY: help demo test test-all test-gpu lint format readme docs doctor plan plan-check ladder figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -10
+	@sed -n 's/^# //p' Makefile | head -11
 
 demo: data/demo
 	$(PYTHON) train.py --config=demo
@@ -67,7 +68,19 @@ format: $(TOOLS)
 ARGS ?= --config=demo
 
 doctor: data/demo
-	$(PYTHON) benchmarks/doctor.py $(ARGS)
+	$(PYTHON) benchmarks/doctor.py $(ARGS) --machine machine.json
+
+# Which layout? On this machine, as the doctor measured it: make plan PLAN="--config=mp --machine perlmutter --ranks 64".
+PLAN ?= --config=demo --machine machine.json --ranks 2
+
+plan: $(READY)
+	$(PYTHON) benchmarks/plan.py $(PLAN)
+
+# Is the planner right? Predicts runs of 1, 2 and 4 ranks, and makes them: about 20 minutes on 2 cores.
+plan-check: $(TOOLS)
+	$(PYTHON) tests/proofs/planner.py --json benchmarks/results/plan.json
+	$(PYTHON) benchmarks/plan.py --config=mp --machine perlmutter --ranks 64 --json benchmarks/results/plan_mp.json
+	$(PYTHON) docs/make.py
 
 # About ten minutes on 2 cores; interrupted, it goes on.
 ladder: data/demo

@@ -5,9 +5,11 @@
 
 In a job's script this looks at the first of its nodes: versions, devices, cores and threads, limits, storage, the data,
 and the memory that the chosen section needs; what ranks send to each other it measures over all nodes. Takes a minute
-or two, and changes nothing. --json FILE keeps it all, and draws beside it how the devices are connected.
+or two, and changes nothing. --json FILE keeps it all, and draws beside it how the devices are connected. --machine FILE
+measures what the machine can do, for benchmarks/plan.py: a minute more, or two. Without GPUs on two ranks or more.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -34,12 +36,14 @@ from benchmarks.harness.call import all_devices, call, check_place, end_on_signa
 from benchmarks.harness.command import errors_in_one_line, parser_of  # noqa: E402
 from benchmarks.harness.record import write_record  # noqa: E402
 from benchmarks.node.machine import Line, connections, cores, devices, host_memory, libraries, limits, sizes, versions  # noqa: E402
+from benchmarks.planner.machine import write_machine  # noqa: E402
+from benchmarks.planner.measure import measure  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
 from utils.config.reader import load_config  # noqa: E402
 from utils.config.settings import Config  # noqa: E402
 from utils.data.batches import BatchReader  # noqa: E402
 from utils.data.dataset import WeatherData  # noqa: E402
-from utils.device import peak_flops  # noqa: E402
+from utils.device import cores_in_reach, peak_flops  # noqa: E402
 from utils.measure.advice import finding  # noqa: E402
 from utils.measure.verdict import memory_advice  # noqa: E402
 
@@ -102,11 +106,12 @@ def measure_collectives(flags: list[str], nproc: int, **env: str) -> dict[str, A
     return {**measured, "networks": sorted(set(re.findall(r"Using network (.+)", lines)))}
 
 
-def storage(data: WeatherData, needed: float) -> Iterator[Line]:
+def storage(data: WeatherData, needed: float, found: dict | None = None) -> Iterator[Line]:
     """Read samples as training does, one read at a time and sixteen, from files that the system holds no copy of.
 
     Args:
         needed: samples per second that this node's ranks compute.
+        found: gets `storage`, the bytes per second that were read.
     """
     reader, folder = data.train_loader.reader, data.config.train_data_path
     speeds = {}
@@ -117,6 +122,8 @@ def storage(data: WeatherData, needed: float) -> Iterator[Line]:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         speeds[depth] = read_speed(reader, depth)
     size = sum(frames[0].nbytes for frames in reader.ring.frames[0][:2]) / 1e9  # GB of an input and its target
+    if found is not None:
+        found["storage"] = 1e9 * size * max(speeds.values())
     told = ", ".join(
         f"{speed:.1f} samples/s ({size * speed:.2f} GB/s) with {depth} read(s) at once"
         for depth, speed in speeds.items()
@@ -190,10 +197,27 @@ def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
     yield Line(told, None if needed < 0.9 * there else "try " + ", then ".join(remedies))
 
 
-def main(argv: list[str]) -> None:
+def planning(path: Path, device: torch.device, nproc: int, storage: float | None) -> Iterator[Line]:
+    """Measure what the machine can do, and keep it in a file."""
+    found = measure(device.type, nproc, storage)
+    write_machine(path, found)
+    best = {dtype: max(rate for _, rate in curve) for dtype, curve in found["products"].items()}
+    told = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in best.items())
+    yield Line(f"matrix products of steps reach {told} on each of {nproc} rank(s) at once")
+    noise = found["noise"]
+    busy = "others compute here: measure again when it is quiet" if noise > 0.05 else None
+    yield Line(
+        f"an operation takes the host {1e6 * found['host']:.1f} us; the time of a step varies by {noise:.1%}", busy
+    )
+    yield Line(f"kept in {path}: python benchmarks/plan.py --machine {path} --ranks {nproc}, with these flags")
+
+
+def parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str], Config, int]:
+    """Return the doctor's own flags, the others, their configuration, and how many copies of the model there are."""
     parser = parser_of(__doc__, "train_mp.py")
     parser.add_argument("--nproc", type=int, help="ranks; default: one a GPU")
     parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--machine", type=Path, help="file to write for benchmarks/plan.py")
     args, flags = parser.parse_known_args(argv)
     check_place()
     config, _ = load_config(flags, chapter=2)
@@ -202,6 +226,11 @@ def main(argv: list[str]) -> None:
     dp, rest = divmod(args.nproc, config.tensor_parallel * config.context_parallel)
     if rest or not dp:
         raise ValueError(f"nproc {args.nproc} does not divide over tensor_parallel x context_parallel: take a multiple")
+    return args, flags, config, dp
+
+
+def main(argv: list[str]) -> None:
+    args, flags, config, dp = parsed(argv)
     config = config.with_batches(dp)
     device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
     shown: dict[str, list[Line]] = {}
@@ -243,9 +272,12 @@ def main(argv: list[str]) -> None:
         needed = args.nproc * samples_needed(config, peak, flops)
         print(f"\n(A step is taken to reach {MFU:.0%} of {peak / 1e12:.3g} TFLOP/s a rank: {source})")
         show("Data", values(data))
-        show("Storage", storage(data, needed * here / args.nproc))
+        show("Storage", storage(data, needed * here / args.nproc, found))
         step = config.global_batch_size / needed
         show("Communication", communication(flags, args.nproc, found.get("sent", {}), step))
+    if args.machine:
+        ranks = max(args.nproc, 1 if device.type == "cuda" else min(len(cores_in_reach()), 2))
+        show("For the planner", planning(args.machine, device, ranks, found.get("storage")))
     changes = sum(line.change is not None for lines in shown.values() for line in lines)
     print(f"\n{changes} thing(s) to change" if changes else "\nAll is well.")
     if args.json:

@@ -1,0 +1,30 @@
+"""On a GPU: the machine is measured, and a step of `base` takes what the planner says."""
+
+import statistics
+
+import pytest
+import torch
+
+from benchmarks.harness.bench import Bench
+from benchmarks.planner.machine import machine_of
+from benchmarks.planner.measure import measure
+from benchmarks.planner.ranking import outlook_of
+from utils.config.reader import load_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("mode", ["none", "bf16"])
+def test_a_step_takes_what_the_planner_says(mode):
+    """Within 20%, on the GPU that was measured before."""
+    machine = machine_of(measure("cuda", 1))
+    flags = ["--config=base", f"--amp_mode={mode}", "--local_batch_size=8", "--enable_fused", "--plot_channels=None"]
+    bench = Bench(flags)
+    for _ in range(3):
+        bench.run_step()
+    took = statistics.median(bench.run_step()["step"] for _ in range(10))
+    config = load_config(flags)[0]
+    found = outlook_of(config, machine, 1)
+    assert found.seconds == pytest.approx(took, rel=0.2), found.parts
+    held = torch.cuda.max_memory_allocated()
+    assert found.bytes == pytest.approx(held, rel=0.15), found.memory

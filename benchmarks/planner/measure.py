@@ -72,12 +72,9 @@ class Stopwatch(Recorder):
         self.took = time.perf_counter() - begin
         return out
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = len(self.operations)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self.operations) > before:
-            self.seconds.append(self.took)
-        return out
+    def _add(self, operation: Operation) -> None:
+        super()._add(operation)
+        self.seconds.append(self.took)
 
 
 class Curves:

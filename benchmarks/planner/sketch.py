@@ -127,12 +127,9 @@ class Parts(Recorder):
     def _set(self, part: str) -> None:
         self.part = part
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = len(self.operations)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self.operations) > before:
-            self.parts.append(self.part)
-        return out
+    def _add(self, operation: Operation) -> None:
+        super()._add(operation)
+        self.parts.append(self.part)
 
 
 def sketch(config: Config, grid: Grid) -> Sketch:

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.planner.layouts import Layout, groups_of
 from benchmarks.planner.machine import load_machine
-from benchmarks.planner.outlook import Estimate, Outlook
+from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.ranking import check, estimate_of, sketches
 from benchmarks.planner.sketch import Pass
 from utils.config.reader import load_config
@@ -98,7 +98,7 @@ def in_float32(operations: list[Operation], times: int) -> Iterator[Operation]:
             yield op
 
 
-def as_there(passes: Pass, estimate: Estimate) -> Pass:
+def as_there(passes: Pass) -> Pass:
     """Return passes as that system takes them."""
     operations = dict(passes.operations)
     m, k = next(op.sizes[1:3] for op in operations["attention"] if op.module.endswith(".qkv") and op.kind == "product")
@@ -118,7 +118,7 @@ def outlook(row: Row) -> Outlook:
     layout = replace(sketched[0], dp=row.ranks // model, parallel_order=config.parallel_order)
     samples = config.with_batches(layout.dp).local_batch_size
     estimate = estimate_of(sketched, config, machine, layout, samples)
-    estimate = replace(estimate, passes=as_there(estimate.passes, estimate), read=model * estimate.read)
+    estimate = replace(estimate, passes=as_there(estimate.passes), read=model * estimate.read)
     if not row.reads_files:
         estimate = replace(estimate, machine=replace(machine, storage=None))
     return estimate.outlook(layout, groups_of(layout, machine.per_node))

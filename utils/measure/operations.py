@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
     def add_collective(self, name: str, axes: str, size: int, dtype: torch.dtype) -> None:
         """Add a collective of so many bytes that others send, such as DistributedDataParallel in a backward pass."""
         operation = Operation("collective", self._now, "", dtype, name, read=size, written=size, axes=axes, sent=size)
-        self.operations.append(operation)
+        self._add(operation)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -106,10 +106,13 @@ class Recorder(TorchDispatchMode):
         out = self._call(func, args, kwargs)
         inputs, outputs = tensors((args, kwargs)), tensors(out)
         if func.namespace == "c10d":
-            self.operations.append(self._operation("collective", inputs, inputs[:1], **self._sent(func, args, inputs)))
+            self._add(self._operation("collective", inputs, inputs[:1], **self._sent(func, args, inputs)))
         elif not _moves_nothing(func, inputs, outputs):
-            self.operations.append(self._computation(func, args, kwargs, inputs, out))
+            self._add(self._computation(func, args, kwargs, inputs, out))
         return out
+
+    def _add(self, operation: Operation) -> None:
+        self.operations.append(operation)
 
     def _call(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)

@@ -77,6 +77,8 @@ def test_an_outlook_is_that_of_the_whole_model(tmp_path, dp, flags):
         assert ours.sent.get(axes, 0.0) == pytest.approx(sent[axes], rel=0.01, abs=100), axes
     # What records keeps some tensors of a chunk longer than a run does.
     assert ours.bytes == pytest.approx(sum(whole.peak.values()), rel=0.2 if config.mlp_chunks > 1 else 0.1)
+    if config.shard != "weights":  # of two gathered blocks the peak may have one
+        assert ours.memory["weights"] == pytest.approx(whole.peak["Parameter"], rel=0.1)
     kept = sum(n for part, n in whole.after_forward.items() if part == "Activation")
     assert ours.memory["activations"] == pytest.approx(kept, rel=0.02)
 

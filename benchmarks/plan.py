@@ -29,26 +29,18 @@ from benchmarks.harness.record import write_record  # noqa: E402
 from benchmarks.planner.layouts import Layout  # noqa: E402
 from benchmarks.planner.machine import Machine, known, load_machine  # noqa: E402
 from benchmarks.planner.outlook import Outlook  # noqa: E402
-from benchmarks.planner.ranking import front, outlooks  # noqa: E402
+from benchmarks.planner.ranking import best_of, front, outlooks  # noqa: E402
 from utils.config.reader import keys_given, load_config  # noqa: E402
 from utils.config.settings import Config  # noqa: E402
 from utils.measure.tables import markdown  # noqa: E402
 
 RECORD = ROOT / "benchmarks/results/plan.json"
-CLOSE = 0.02  # of two layouts whose times differ by less, the simpler one is better
 SHOWN = 12  # rows of a table
 NAMES = {
     "product": "matrix products", "attention": "attention", "memory": "all else that computes",
     "host": "the host, which the device waits for", "tp": "tp", "cp": "cp", "tp-cp": "tp-cp", "dp": "dp",
     "dp-cp": "gradients and shared weights", "slowest": "the slowest rank", "reading": "reading",
 }  # fmt: skip
-
-
-def best_of(found: list[Outlook], room: float) -> Outlook | None:
-    """Return the layout to take: of those that fit and are close to the fastest the simplest; None where none fits."""
-    fitting = [outlook for outlook in found if outlook.bytes <= room]
-    close = [outlook for outlook in fitting if outlook.pace <= (1 + CLOSE) * fitting[0].pace]
-    return min(close, key=lambda x: (len(x.layout.flags()), x.pace), default=None)
 
 
 def command(layout: Layout, machine: Machine, config: Config, flags: list[str]) -> str:

@@ -13,7 +13,7 @@ from utils.comm import Grid
 from utils.config.settings import Config, module_options
 
 AXES = ("tp", "cp", "dp", "tp-cp", "dp-cp")
-LARGEST = 64  # ranks of a model
+LARGEST = 64  # ranks of a model, where a batch has as many samples as there are models
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,15 @@ def is_taken(layout: Layout, config: Config) -> bool:
 
 
 def models(config: Config, given: frozenset[str], ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of tp and cp that divide so many ranks; of models on more than LARGEST only those given."""
+    """Yield the sizes of tp and cp that divide so many ranks; of models on more ranks than need be only those given."""
+    largest = max(LARGEST, ranks // (config.global_batch_size or ranks))
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     tps, cps = (
-        [getattr(config, key)] if key in given else [n for n in divisors if n <= LARGEST]
+        [getattr(config, key)] if key in given else [n for n in divisors if n <= largest]
         for key in ("tensor_parallel", "context_parallel")
     )
     asked = {"tensor_parallel", "context_parallel"} & given
-    yield from ((tp, cp) for tp in tps for cp in cps if ranks % (tp * cp) == 0 and (asked or tp * cp <= LARGEST))
+    yield from ((tp, cp) for tp in tps for cp in cps if ranks % (tp * cp) == 0 and (asked or tp * cp <= largest))
 
 
 def parts_of(config: Config, given: frozenset[str], dp: int) -> Iterator[tuple[int, int]]:

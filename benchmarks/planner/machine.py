@@ -55,9 +55,12 @@ class Machine:
         moving: bytes per second of operations that compute little, by their bytes; "" stands for all not named.
         links: of a node, and of the network between nodes; each where it was measured.
         copy: bytes per second from the host to a rank's device; None where the device is the host.
-        storage: bytes per second that a node reads; None where nobody knows: reading does not count then.
+        storage: bytes per second that a node reads, or writes; None where nobody knows: reading does not count then.
         noise: standard deviation of a rank's step over its mean.
         sources: where each figure comes from.
+        filesystem: bytes per second that all nodes together read or write; None where nobody knows: no bound.
+        failures: how many of a rank's device, and of what goes with it, end a job in an hour; None where nobody knows.
+        restart: seconds from such an end to the next step: to find the node, to start, to load.
     """
 
     name: str
@@ -75,6 +78,14 @@ class Machine:
     storage: float | None
     noise: float
     sources: dict[str, str]
+    filesystem: float | None = None
+    failures: float | None = None
+    restart: float | None = None
+
+    def stored(self, nodes: int) -> float:
+        """Return the bytes per second that so many nodes read, or write, together; infinite where nobody knows."""
+        bound = math.inf if self.filesystem is None else self.filesystem
+        return bound if self.storage is None else min(nodes * self.storage, bound)
 
 
 def at(curve: Curve, size: float) -> float:
@@ -126,10 +137,10 @@ def known() -> str:
 
 def machine_of(found: dict[str, Any]) -> Machine:
     """Return the machine of what a file holds. Raises an error that says what is missing or wrong."""
-    fields = {field.name for field in dataclasses.fields(Machine)}
-    if missing := fields - found.keys():
+    fields = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Machine)}
+    if missing := {name for name, is_needed in fields.items() if is_needed} - found.keys():
         raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    if unknown := found.keys() - fields:
+    if unknown := found.keys() - fields.keys():
         raise ValueError(f"it has {', '.join(sorted(unknown))}, which no machine has")
     if unknown := found["links"].keys() - {*PLACES}:
         raise ValueError(f"links of {', '.join(sorted(unknown))}: places are {', '.join(PLACES)}")
@@ -145,7 +156,8 @@ def machine_of(found: dict[str, Any]) -> Machine:
     if machine.device not in ("cpu", "cuda"):
         raise ValueError(f"device is {machine.device!r}: cpu or cuda")
     figures = [getattr(machine, name) for name in ("per_node", "memory", "beside", "host", "noise")]
-    figures += [x for x in (machine.copy, machine.storage) if x is not None]
+    optional = ("copy", "storage", "filesystem", "failures", "restart")
+    figures += [x for name in optional if (x := getattr(machine, name)) is not None]
     figures += [x for link in machine.links.values() for x in (link.alpha, link.bandwidth)]
     for curve in curves(machine):
         if not curve or [size for size, _ in curve] != sorted({size for size, _ in curve}):

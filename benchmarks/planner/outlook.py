@@ -130,7 +130,7 @@ class Estimate:
         ranks = groups["dp"].ranks * groups["tp-cp"].ranks
         parts["slowest"] = sum(parts.values()) * tail(machine.noise, ranks)
         nodes = -(-ranks // machine.per_node)
-        reading = self.read / nodes / machine.storage if machine.storage else 0.0
+        reading = self.read / machine.stored(nodes)
         copying = self.batch / machine.copy if machine.copy else 0.0
         if self.config.num_data_workers:  # they read ahead
             parts["reading"] = max(max(reading, copying) - sum(parts.values()), 0.0)

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
@@ -21,6 +21,7 @@ from utils.data.fields import Fields
 from utils.device import cores_in_reach
 
 Sketched = tuple[Layout, Sketch, End]
+CLOSE = 0.02  # of two layouts whose times differ by less, the simpler one is better
 
 
 def sketches(config: Config, given: frozenset[str], model: tuple[int, int]) -> list[Sketched]:
@@ -104,15 +105,37 @@ def outlooks(config: Config, given: frozenset[str], machine: Machine, ranks: int
             f"no layout of {ranks} ranks takes a batch of {batch}, {config.num_heads} heads and what the flags say: "
             f"take other ranks, another batch, or fewer flags"
         )
+    return in_order(found)
+
+
+def in_order(found: Iterable[Outlook]) -> list[Outlook]:
+    """Return outlooks, the fastest first; of those that are as fast the simplest first, and then the smallest."""
     return sorted(found, key=lambda x: (float(f"{x.pace:.3g}"), len(x.layout.flags()), x.bytes))
+
+
+def close_to_best(found: list[Outlook], room: float) -> list[Outlook]:
+    """Return those that fit, and are close to the fastest that fits. They come in order."""
+    fitting = [outlook for outlook in found if outlook.bytes <= room]
+    return [outlook for outlook in fitting if outlook.pace <= (1 + CLOSE) * fitting[0].pace]
+
+
+def best_of(found: list[Outlook], room: float) -> Outlook | None:
+    """Return the layout to take: of those that fit and are close to the fastest the simplest; None where none fits."""
+    return min(close_to_best(found, room), key=lambda x: (len(x.layout.flags()), x.pace), default=None)
+
+
+def bytes_of_sample(config: Config) -> int:
+    """Return the bytes of the frames that a sample reads: the input, and all that is forecast; in float32."""
+    inputs, outputs, forced = Fields.blank(config).sizes
+    K = config.longest_rollout
+    return 4 * (inputs + K * outputs + (K - 1) * forced) * math.prod(config.img_size)
 
 
 def estimate_of(sketched: Sketched, config: Config, machine: Machine, layout: Layout, samples: int) -> Estimate:
     """Return what there is to know of a layout that passes so many samples at once."""
     _, how, end = sketched
-    passes, K = how.of(samples), config.longest_rollout
-    inputs, outputs, forced = Fields.blank(config).sizes
-    frames = 4 * (inputs + K * outputs + (K - 1) * forced) * math.prod(config.img_size)
+    passes = how.of(samples)
+    frames = bytes_of_sample(config)
     total, batch = layout.dp * layout.accumulation_steps * samples, layout.accumulation_steps * passes.batch
     return Estimate(layout.on(config), machine, passes, end, batch, total * frames, total)
 

@@ -1,0 +1,108 @@
+"""How far does a training scale? The best layout of each of many jobs, and what would make them faster.
+
+A job is a training on so many ranks of a machine. Each model (tp x cp) is sketched once for all jobs of a section.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+from benchmarks.planner.layouts import models
+from benchmarks.planner.machine import Machine
+from benchmarks.planner.outlook import Outlook
+from benchmarks.planner.ranking import best_of, check, close_to_best, in_order, outlooks_of, sketches
+from utils.config.settings import Config
+from utils.device import cores_in_reach
+
+NOTHING: frozenset[str] = frozenset()
+INSTANT = 1e-12  # seconds, or a share: as good as none
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training on so many ranks of a machine."""
+
+    config: Config
+    machine: Machine
+    ranks: int
+
+    def of_batch(self, batch: int) -> "Job":
+        return replace(self, config=replace(self.config, global_batch_size=batch))
+
+    @property
+    def room(self) -> float:
+        """Bytes that tensors of a rank can have."""
+        return self.machine.memory - self.machine.beside
+
+
+def best(jobs: Sequence[Job]) -> list[Outlook | None]:
+    """Return for each job the layout to take, of all; None where none fits, or none takes its batch.
+
+    Args:
+        jobs: of one section: what a rank computes of a sample is the same.
+    """
+    jobs = [replace(job, config=check(job.config, job.machine, job.ranks)) for job in jobs]
+    wanted = {model for job in jobs for model in models(job.config, NOTHING, job.ranks)}
+    with ProcessPoolExecutor(min(len(cores_in_reach()), len(wanted))) as pool:
+        found = list(pool.map(partial(_of_model, jobs), sorted(wanted, key=math.prod, reverse=True)))
+    return [
+        best_of(in_order(itertools.chain.from_iterable(of_job)), job.room) for job, of_job in zip(jobs, zip(*found))
+    ]
+
+
+def _of_model(jobs: Sequence[Job], model: tuple[int, int]) -> list[list[Outlook]]:
+    """Return for each job what of a model may be the best of all."""
+    sketched, found = sketches(jobs[0].config, NOTHING, model), []
+    for job in jobs:
+        ours = []
+        if model in models(job.config, NOTHING, job.ranks):
+            ours = [
+                x for variant in sketched for x in outlooks_of(variant, job.config, NOTHING, job.machine, job.ranks)
+            ]
+        found.append(close_to_best(in_order(ours), job.room))
+    return found
+
+
+def without_files(job: Job) -> Job:
+    """Return a job whose frames are there when they are needed."""
+    return replace(job, machine=replace(job.machine, storage=None, filesystem=None))
+
+
+def _faster_storage(job: Job) -> Job:
+    machine = job.machine
+    storage, filesystem = (x and 2 * x for x in (machine.storage, machine.filesystem))
+    return replace(job, machine=replace(machine, storage=storage, filesystem=filesystem))
+
+
+def _faster_network(job: Job) -> Job:
+    links = {place: replace(x, bandwidth=2 * x.bandwidth) for place, x in job.machine.links.items()}
+    return replace(job, machine=replace(job.machine, links=links))
+
+
+def _no_latency(job: Job) -> Job:
+    links = {place: replace(x, alpha=INSTANT) for place, x in job.machine.links.items()}
+    return replace(job, machine=replace(job.machine, links=links))
+
+
+def _faster_attention(job: Job) -> Job:
+    found = {
+        dtype: {way: [(size, 2 * rate) for size, rate in curve] for way, curve in passes.items()}
+        for dtype, passes in job.machine.attention.items()
+    }
+    return replace(job, machine=replace(job.machine, attention=found))
+
+
+# What a job could have: of the code, with its flag, or of the machine.
+MENDS: dict[str, Callable[[Job], Job]] = {
+    "frames in the node (`--stage_dir`)": without_files,
+    "frames of 16 bits, or storage twice as fast": _faster_storage,
+    "links twice as fast, or half the bytes": _faster_network,
+    "links without latency": _no_latency,
+    "attention twice as fast": _faster_attention,
+    "compiled blocks (`--enable_jit`)": lambda job: replace(job, config=replace(job.config, enable_jit=True)),
+    "a host that costs nothing (CUDA graphs)": lambda job: replace(job, machine=replace(job.machine, host=INSTANT)),
+    "no rank slower than another": lambda job: replace(job, machine=replace(job.machine, noise=INSTANT)),
+}

@@ -126,7 +126,7 @@ def draw(found: list[Outlook], best: Outlook, room: float, path: Path) -> None:
 def record_of(outlook: Outlook) -> dict[str, Any]:
     """Return an outlook for a file: times in seconds, sizes in bytes."""
     told = dataclasses.asdict(outlook)
-    return {"title": title(outlook.layout), **told, "bytes": outlook.bytes, "limit": outlook.limit}
+    return {"title": title(outlook.layout), **told, "bytes": outlook.bytes}
 
 
 def main(argv: list[str]) -> None:

@@ -27,7 +27,7 @@ from benchmarks.planner import strategies
 from benchmarks.planner.machine import known, load_machine
 from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.ranking import best_of, bytes_of_sample, outlook_of, outlooks
-from benchmarks.planner.study import MENDS, Job, best, without_files
+from benchmarks.planner.study import MENDS, Job, best, parameters_of, without_files
 from benchmarks.planner.whole_run import whole_run
 from utils.config.reader import load_config
 from utils.config.settings import Config
@@ -53,7 +53,8 @@ def row_of(job: Job, outlook: Outlook, ideal: Outlook, first: int) -> dict[str, 
     Args:
         ideal: of the job on `first` ranks that waits for no file.
     """
-    cost, nodes = whole_run(outlook, job.machine, STEPS), -(-job.ranks // job.machine.per_node)
+    cost = whole_run(outlook, job.machine, parameters_of(job.config), STEPS)
+    nodes = -(-job.ranks // job.machine.per_node)
     computing = outlook.seconds - outlook.parts["reading"]
     return {
         "ranks": job.ranks, "title": title(outlook.layout), "seconds": outlook.seconds, "samples": outlook.samples,
@@ -172,9 +173,13 @@ def detail_table(rows: list[dict[str, Any]]) -> str:
             f"{ranks:,}", row["title"], f"{1e3 * row['seconds']:.4g}", f"{row['samples'] / row['seconds']:,.4g}",
             f"{row['efficiency']:.2f}", row["limit"], f"{row['bytes'] / 2**30:.3g}", f"{row['read'] / 1e9:.2g}",
             f"{cost['saved'] / 1e9:.3g}", f"{1e3 * cost['stall']:.2g}", _duration(cost["interval"]),
-            f"{cost['lost']:.2%}", f"{cost['hours']:.3g}", f"{cost['hours'] * ranks:,.3g}",
+            f"{cost['lost']:.2%}", *(_figure(hours) for hours in (cost["hours"], (cost["hours"] or math.inf) * ranks)),
         ])  # fmt: skip
     return markdown(head.split(", "), lines)
+
+
+def _figure(x: float | None) -> str:
+    return "never" if x is None or math.isinf(x) else f"{x:,.3g}"
 
 
 def _duration(seconds: float | None) -> str:

@@ -36,6 +36,7 @@ LONG_CALLS = {
     "Files",
     "Measured",
     "Operation",
+    "Outlook",
     "StepProfile",
     "EpochRecord",
     "Rung",

@@ -15,6 +15,7 @@ from benchmarks.planner.trace import sent
 from utils.config.settings import Config
 from utils.measure.operations import Operation
 
+WAITS = 0.02  # of a step: less does not bound it
 LIMITS = {"product": "products", "attention": "products", "memory": "memory", "host": "host", "reading": "storage"}
 
 
@@ -27,6 +28,7 @@ class Outlook:
         seconds: of a step.
         parts: seconds by part: product, attention, memory (all else that computes), host (the device waits for it),
             tp, cp and dp-cp (links that nothing hides), slowest (waiting for the slowest rank), reading.
+        limit: products, memory, host, links or storage: what a step waits for, else what takes longest.
         hidden: seconds of links that go on beside operations.
         memory: bytes of a rank by part.
         sent: bytes that a rank sends in a step, by axes.
@@ -36,6 +38,7 @@ class Outlook:
     samples: int
     seconds: float
     parts: dict[str, float]
+    limit: str
     hidden: float
     memory: dict[str, float]
     sent: dict[str, float]
@@ -48,15 +51,6 @@ class Outlook:
     @property
     def bytes(self) -> float:
         return sum(self.memory.values())
-
-    @property
-    def limit(self) -> str:
-        """What takes longest: products, memory, host, links or storage."""
-        found: Counter[str] = Counter()
-        for part, seconds in self.parts.items():
-            if part != "slowest":
-                found[LIMITS.get(part, "links")] += seconds
-        return max(found, key=found.get)
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,19 @@ class Estimate:
         else:
             parts["reading"] = reading + max(copying - sum(parts.values()), 0.0)
         memory, gone = self.memory(layout, groups), self.sent(layout, groups)
-        return Outlook(layout, self.samples, sum(parts.values()), parts, hidden, memory, gone)
+        return Outlook(layout, self.samples, sum(parts.values()), parts, self.limit(parts), hidden, memory, gone)
+
+    def limit(self, parts: dict[str, float]) -> str:
+        """Return what bounds a step: what goes on beside it if it waits for that, else what takes longest."""
+        beside = ["reading"] if self.config.num_data_workers else []
+        for part in [*beside, "host"] if self.is_gpu else beside:
+            if parts[part] > WAITS * sum(parts.values()):
+                return LIMITS[part]
+        found: Counter[str] = Counter()
+        for part, seconds in parts.items():
+            if part != "slowest":
+                found[LIMITS.get(part, "links")] += seconds
+        return max(found, key=found.get)
 
     def of_model(self, links: Links, phase: str) -> Work:
         """Return the work of a pass through all blocks and the rest."""

@@ -8,7 +8,7 @@ to traces of whole models.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -56,6 +56,15 @@ class Sketch:
 
     def of(self, samples: int) -> Pass:
         """Return the passes of so many samples."""
+        if samples not in self.known:
+            self.known[samples] = self._of(samples)
+        return self.known[samples]
+
+    @cached_property
+    def known(self) -> dict[int, Pass]:
+        return {}
+
+    def _of(self, samples: int) -> Pass:
         few, many = self.passes
         step = (samples - SAMPLES[0]) / (SAMPLES[1] - SAMPLES[0])
         kept = {part: between(few.kept[part], many.kept[part], step) for part in few.kept}

@@ -14,7 +14,9 @@ from benchmarks.planner.layouts import models
 from benchmarks.planner.machine import Machine
 from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.ranking import best_of, check, close_to_best, in_order, outlooks_of, sketches
+from benchmarks.planner.trace import serial_model, without_data
 from utils.config.settings import Config
+from utils.data.fields import Fields
 from utils.device import cores_in_reach
 
 NOTHING: frozenset[str] = frozenset()
@@ -64,6 +66,12 @@ def _of_model(jobs: Sequence[Job], model: tuple[int, int]) -> list[list[Outlook]
             ]
         found.append(close_to_best(in_order(ours), job.room))
     return found
+
+
+def parameters_of(config: Config) -> int:
+    """Return how many parameters a model has."""
+    with without_data():
+        return sum(p.numel() for p in serial_model(config, Fields.blank(config)).parameters())
 
 
 def without_files(job: Job) -> Job:

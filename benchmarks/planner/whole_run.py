@@ -30,8 +30,8 @@ class WholeRun:
     hours: float
 
 
-def whole_run(outlook: Outlook, machine: Machine, steps: int) -> WholeRun:
-    """Return what so many steps of a layout cost.
+def whole_run(outlook: Outlook, machine: Machine, parameters: int, steps: int) -> WholeRun:
+    """Return what so many steps of a layout cost, of a model with so many parameters.
 
     Checkpoints come as often as loses least: after the square root of twice a save's cost times the time between
     failures (Young 1974, A first order approximation to the optimum checkpoint interval), and not before the last one
@@ -41,9 +41,9 @@ def whole_run(outlook: Outlook, machine: Machine, steps: int) -> WholeRun:
     layout = outlook.layout
     ranks = layout.dp * layout.tensor_parallel * layout.context_parallel
     nodes = -(-ranks // machine.per_node)
-    held = 1.5 * outlook.memory["optimiser"] + outlook.memory.get("average", 0.0)  # two moments, and the weights
-    owners = ranks // layout.tensor_parallel if layout.shard != "none" else 1
-    saved = held * layout.tensor_parallel * owners
+    average = outlook.memory.get("average", 0.0)
+    held = 1.5 * outlook.memory["optimiser"] + average  # two moments, and the weights
+    saved = 4 * parameters * (4 if average else 3)
     stall = held / (machine.copy or at(machine.moving[""], 2 * held) / 2)
     written = saved / machine.stored(nodes)
     if machine.failures is None:

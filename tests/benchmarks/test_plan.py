@@ -23,7 +23,7 @@ from benchmarks.planner.measure import MODELS, SIZES
 from benchmarks.planner.measure import main as measure_main
 from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.predict import Clock, Group, Links, shown, tail
-from benchmarks.planner.ranking import front, outlook_of, outlooks, sketches
+from benchmarks.planner.ranking import bytes_of_sample, front, outlook_of, outlooks, sketches
 from benchmarks.planner.trace import trace
 from tests.helpers import ROOT, clean_environment, run_ranks, tiny_flags
 from utils.config.reader import load_config
@@ -249,7 +249,7 @@ def test_a_machine_that_is_none(tmp_path):
 
 
 def outlook(seconds, size, **layout):
-    return Outlook(Layout(1, **layout), 1, seconds, {"product": seconds}, 0.0, {"weights": size}, {})
+    return Outlook(Layout(1, **layout), 1, seconds, {"product": seconds}, "products", 0.0, {"weights": size}, {})
 
 
 def test_the_simplest_of_the_fast_ones():
@@ -258,6 +258,25 @@ def test_the_simplest_of_the_fast_ones():
     assert plan.best_of(found, 10.0) is found[0] and plan.best_of(found, 5.0) is found[2]
     assert plan.best_of(found, 1.0) is found[3] and plan.best_of(found, 0.5) is None
     assert front(found) == [found[0], found[1], found[3]]
+
+
+def test_what_a_step_waits_for_bounds_it(tmp_path):
+    """Whatever takes longest beside it: files that are read ahead, the host of a GPU. Else it is the longest part."""
+    config = load_config(flags_for(tmp_path, "--num_data_workers=2"), chapter=2)[0]
+    quiet = dataclasses.replace(A100, host=1e-12, storage=None, filesystem=None)
+    slow_files = dataclasses.replace(quiet, storage=0.9 * quiet_rate(config, quiet))
+    for machine, told in (
+        (quiet, "products"), (slow_files, "storage"), (dataclasses.replace(quiet, host=1e-3), "host"),
+        (dataclasses.replace(quiet, device="cpu", host=1e-9), "products"),
+    ):  # fmt: skip
+        assert outlook_of(config, machine, 1).limit == told
+    alone = dataclasses.replace(config, num_data_workers=0)  # reading comes on top, and is not the longest part
+    assert outlook_of(alone, dataclasses.replace(slow_files, storage=1e3 * slow_files.storage), 1).limit == "products"
+
+
+def quiet_rate(config, machine):
+    """Bytes per second that a step reads which waits for no file."""
+    return config.local_batch_size * bytes_of_sample(config) / outlook_of(config, machine, 1).seconds
 
 
 def command(folder, *more):

@@ -28,7 +28,7 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test test-all test-gpu lint format readme docs doctor plan plan-check ladder figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
+.PHONY: help demo test test-all test-gpu lint format readme docs doctor plan plan-check scaling ladder figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -11
@@ -80,6 +80,11 @@ plan: $(READY)
 plan-check: $(TOOLS)
 	$(PYTHON) tests/proofs/planner.py --json benchmarks/results/plan.json
 	$(PYTHON) benchmarks/plan.py --config=mp --machine perlmutter --ranks 64 --json benchmarks/results/plan_mp.json
+	$(PYTHON) docs/make.py
+
+# How far does it scale? Plans jobs of 4 to 16,384 GPUs, and runs none: about 25 minutes on 2 cores.
+scaling: $(TOOLS)
+	$(PYTHON) benchmarks/scaling.py --json benchmarks/results/scaling.json
 	$(PYTHON) docs/make.py
 
 # About ten minutes on 2 cores; interrupted, it goes on.

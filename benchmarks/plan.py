@@ -26,7 +26,7 @@ from matplotlib.figure import Figure  # noqa: E402
 
 from benchmarks.harness.command import errors_in_one_line, parser_of  # noqa: E402
 from benchmarks.harness.record import write_record  # noqa: E402
-from benchmarks.planner.layouts import Layout  # noqa: E402
+from benchmarks.planner.layouts import KEYS, Layout  # noqa: E402
 from benchmarks.planner.machine import Machine, known, load_machine  # noqa: E402
 from benchmarks.planner.outlook import Outlook  # noqa: E402
 from benchmarks.planner.ranking import best_of, front, outlooks  # noqa: E402
@@ -40,6 +40,7 @@ NAMES = {
     "product": "matrix products", "attention": "attention", "memory": "all else that computes",
     "host": "the host, which the device waits for", "tp": "tp", "cp": "cp", "tp-cp": "tp-cp", "dp": "dp",
     "dp-cp": "gradients and shared weights", "slowest": "the slowest rank", "reading": "reading",
+    "copying": "copies to the GPU",
 }  # fmt: skip
 
 
@@ -140,8 +141,7 @@ def main(argv: list[str]) -> None:
     if args.ranks < 1:
         raise ValueError(f"ranks is {args.ranks}: take 1 or more")
     begin = time.perf_counter()
-    layout_keys = {field.name for field in dataclasses.fields(Layout)}
-    found = outlooks(config, frozenset(keys_given(flags, chapter=2) & layout_keys), machine, args.ranks)
+    found = outlooks(config, KEYS & keys_given(flags, chapter=2), machine, args.ranks)
     room = machine.memory - machine.beside
     best = best_of(found, room)
     took = time.perf_counter() - begin

@@ -2,14 +2,18 @@
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
-Nothing is run: each point is the best layout that the planner finds. Weak: 16 samples a GPU. Strong: 64 samples in all.
-A job's efficiency is its speed for each GPU, over that of 4 GPUs that never wait for files.
+Nothing is run: each point is the fastest layout that the planner finds. Weak: 16 samples a GPU. Strong: 64 samples.
+A job's efficiency is its speed for each GPU, over that of the first job if it waited for no file.
 
---machine takes other machines than those two, --sections other sections of config/ViT.yaml, --ranks other counts.
+    python benchmarks/scaling.py --machine machine.json --sections demo --ranks 1 2 --amp_mode none --json mine.json
+
+Other machines, sections of config/ViT.yaml, and counts of ranks; flags of train_mp.py go along.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -20,38 +24,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matplotlib.figure import Figure
 
-from benchmarks.harness.command import errors_in_one_line
+from benchmarks.harness.command import errors_in_one_line, parser_of
 from benchmarks.harness.record import write_record
 from benchmarks.plan import title
 from benchmarks.planner import strategies
+from benchmarks.planner.layouts import KEYS
 from benchmarks.planner.machine import known, load_machine
 from benchmarks.planner.outlook import Outlook
-from benchmarks.planner.ranking import best_of, bytes_of_sample, outlook_of, outlooks
-from benchmarks.planner.study import MENDS, Job, best, parameters_of, without_files
+from benchmarks.planner.ranking import best_of, bytes_of_sample, outlooks, outlooks_of, sketches
+from benchmarks.planner.study import MENDS, Job, best, checked, parameters_of, without_files
 from benchmarks.planner.whole_run import whole_run
 from utils.config.reader import load_config
-from utils.config.settings import Config
 from utils.measure.tables import markdown
 
-SECTIONS = {"base": "bs64_opt", "mp": "mp", "mp_patch4": "mp_patch4", "hires": "hires"}
+SECTIONS = ["bs64_opt", "mp", "mp_patch4", "hires"]
 MACHINES = ["perlmutter", "h100-ndr"]
 RANKS = [4, 16, 64, 256, 1024, 4096, 16384]
-BATCH = 64  # of the first job
+WEAK, STRONG = 16, 64  # samples of a rank, and of all
 STEPS = 30_000
+SAMPLES = 58_000  # of forty years, every six hours: more are no batch
 GOALS = {"weak": 0.90, "strong": 0.70}
+MENDED = [("bs64_opt", "weak"), ("mp", "strong")]  # where it is asked what would help
 JUDGED = 64  # ranks on which other strategies are judged
-
-
-def batch_of(kind: str, ranks: int, first: int) -> int:
-    """Return the samples of a step, where the job on `first` ranks has BATCH."""
-    return BATCH * ranks // first if kind == "weak" else BATCH
+STAGES = 4
 
 
 def row_of(job: Job, outlook: Outlook, ideal: Outlook, first: int) -> dict[str, Any]:
     """Return what a job takes, holds, reads and costs.
 
     Args:
-        ideal: of the job on `first` ranks that waits for no file.
+        ideal: the job on `first` ranks, if it waited for no file.
     """
     cost = whole_run(outlook, job.machine, parameters_of(job.config), STEPS)
     nodes = -(-job.ranks // job.machine.per_node)
@@ -64,89 +66,93 @@ def row_of(job: Job, outlook: Outlook, ideal: Outlook, first: int) -> dict[str, 
     }  # fmt: skip
 
 
-def failing(rows: list[dict[str, Any]], goal: float) -> dict[str, Any] | None:
-    """Return the first job that misses a goal, if one does."""
-    return next((row for row in rows if row["efficiency"] < goal), None)
-
-
 def mends(job: Job, first: Job) -> list[dict[str, Any]]:
     """Return what would make a job faster, the best first: the speed, and the efficiency with the same for the first.
 
     Args:
         first: the job that `job` is compared with. It waits for no file.
     """
-    jobs = [change(x) for change in MENDS.values() for x in (job, first)]
-    now, ideal, *mended = best([job, first, *jobs])
-    found = [{"mend": "as it is", "speed": 1.0, "efficiency": ideal.pace * first.ranks / (now.pace * job.ranks)}]
-    for name, x, ideal in zip(MENDS, mended[::2], mended[1::2]):
-        speed = now.pace / x.pace
-        if speed > 1.005:
-            efficiency = ideal.pace * first.ranks / (x.pace * job.ranks)
-            found.append({"mend": name, "speed": speed, "efficiency": efficiency})
-    return sorted(found, key=lambda x: x["speed"])[::-1]
-
-
-def _alone(job: Job, stages: int) -> Iterator[Config]:
-    """Yield the configurations of one rank that passes all samples of a pipeline, in parts of each size."""
-    samples = job.config.global_batch_size * stages // job.ranks
-    for parts in (n for n in range(1, samples + 1) if samples % n == 0):
-        yield dataclasses.replace(job.config, global_batch_size=samples, accumulation_steps=parts)
+    now, ideal, *changed = best([job, first, *(change(x) for change in MENDS.values() for x in (job, first))])
+    rows = [("as it is", now, ideal), *zip(MENDS, changed[::2], changed[1::2])]
+    found = [
+        {"mend": name, "speed": now.pace / x.pace, "efficiency": of.pace * first.ranks / (x.pace * job.ranks)}
+        for name, x, of in rows
+    ]
+    return sorted((x for x in found if x["speed"] > 1.005 or x is found[0]), key=lambda x: -x["speed"])
 
 
 def judged(job: Job) -> dict[str, dict[str, float]]:
-    """Return what other strategies would bring a job at most."""
-    machine, stages = job.machine, 4
-    ours = best([job])[0]
-    with_tp = dataclasses.replace(job.config, tensor_parallel=4)
-    tp4 = best_of(outlooks(with_tp, frozenset({"tensor_parallel", "context_parallel"}), machine, job.ranks), job.room)
-    pipelines = [strategies.pipeline(ours, outlook_of(config, machine, 1), stages) for config in _alone(job, stages)]
-    found = {
-        "pipelines of 4 stages": min(pipelines, key=lambda x: x.time),
-        "the optimiser on the host": strategies.offload(ours, machine),
-        "moments of 8 bits": strategies.smaller_moments(ours, strategies.EIGHT_BITS),
-        "factored moments": strategies.smaller_moments(ours, strategies.FACTORED),
-        "tp 4, sent while it computes": strategies.overlapped(ours, tp4),
-        "products of 8 bits": strategies.eight_bit_products(ours),
-    }
+    """Return what other strategies would bring a job at their best; nothing where it fits in no way."""
+    job = without_files(job)
+    ours, with_tp = best([job])[0], _with_tp(job)
+    found = {}
+    if ours is not None:
+        piped = (strategies.pipeline(ours, *x) for x in _pipelines(job))
+        if fitting := [x for x in piped if x.memory * ours.bytes <= job.room]:
+            found |= {f"pipelines of {STAGES} stages": min(fitting, key=lambda x: x.time)}
+        found |= {"moments on the host": strategies.offload(ours, job.machine)}
+        found |= {"moments of 8 bits": strategies.smaller_moments(ours, strategies.EIGHT_BITS)}
+        found |= {"factored moments": strategies.smaller_moments(ours, strategies.FACTORED)}
+        if with_tp is not None:
+            found |= {"tp 4, sent while it computes": strategies.overlapped(ours, with_tp)}
+        found |= {"products of 8 bits": strategies.eight_bit_products(ours)}
     return {name: dataclasses.asdict(x) for name, x in found.items()}
 
 
-def study(sections: dict[str, str], machines: list[str], counts: list[int]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield for each section what all its jobs take, by machine and kind of scaling."""
-    first = counts[0]
-    for name, section in sections.items():
-        config = load_config([f"--config={section}"], chapter=2)[0]
-        config = dataclasses.replace(config, local_batch_size=None)
-        jobs = {
-            (machine, kind, ranks): Job(config, load_machine(machine), ranks).of_batch(batch_of(kind, ranks, first))
-            for machine in machines
-            for kind in GOALS
-            for ranks in counts
-        }
-        ideals = [without_files(jobs[machine, "weak", first]) for machine in machines]
-        found = best([*ideals, *jobs.values()])
-        ideal = dict(zip(machines, found))
-        rows: dict[str, Any] = {machine: {kind: [] for kind in GOALS} for machine in machines}
-        for ((machine, kind, _), job), outlook in zip(jobs.items(), found[len(machines) :]):
-            if ideal[machine] is None:
-                raise ValueError(f"{name} does not fit on {first} ranks of {machine}: take more for the first job")
-            if outlook is not None:
-                rows[machine][kind].append(row_of(job, outlook, ideal[machine], first))
-        yield name, rows
+def _with_tp(job: Job) -> Outlook | None:
+    config = dataclasses.replace(job.config, tensor_parallel=4, context_parallel=1)
+    given = frozenset({"tensor_parallel", "context_parallel"})
+    with contextlib.suppress(ValueError):  # there is none
+        return best_of(outlooks(config, given, job.machine, job.ranks), job.room)
+    return None
 
 
-def mended(rows: dict[str, Any], sections: dict[str, str], counts: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """Return what would help where a goal is missed: base from files on 64 GPUs, and mp with a batch of 64."""
-    found, first = {}, counts[0]
-    for section, kind in (("base", "weak"), ("mp", "strong")):
-        for machine, of_machine in rows.get(section, {}).items():
-            reached = [row for row in of_machine[kind] if kind == "strong" or row["ranks"] == JUDGED]
-            if missed := failing(reached, GOALS[kind]):
-                config = load_config([f"--config={sections[section]}", "--local_batch_size=None"], chapter=2)[0]
-                job = Job(config, load_machine(machine), missed["ranks"]).of_batch(missed["samples"])
-                start = without_files(dataclasses.replace(job, ranks=first).of_batch(BATCH))
-                found[f"{section}, {kind}, {missed['ranks']} ranks of {machine}"] = mends(job, start)
+def _pipelines(job: Job) -> Iterator[tuple[Outlook, Outlook, int, int]]:
+    """Yield pipelines as `strategies.pipeline` takes them, with parts of each size, saving memory in each way."""
+    samples = job.config.global_batch_size * STAGES // job.ranks
+    sizes = [n for n in range(1, samples + 1) if samples % n == 0]
+    for saver in ("none", "mlp", "block"):
+        alone = checked(dataclasses.replace(job, ranks=1))
+        config = dataclasses.replace(alone.config, activation_checkpoint=saver, tensor_parallel=1, context_parallel=1)
+        (sketched,) = sketches(config, KEYS, (1, 1))
+        for size in sizes:
+            of_parts = [dataclasses.replace(config, global_batch_size=n * size, accumulation_steps=n) for n in (1, 2)]
+            one, two = (next(outlooks_of(sketched, ours, KEYS, job.machine, 1)) for ours in of_parts)
+            yield one, two, samples // size, STAGES
+
+
+def jobs_of(section: str, flags: list[str], machines: list[str], counts: list[int]) -> dict[tuple[str, str, int], Job]:
+    """Return all jobs of a section, by machine, kind of scaling and ranks. Raises ValueError for what is none."""
+    config = load_config([f"--config={section}", *flags], chapter=2)[0]
+    config = dataclasses.replace(config, local_batch_size=None)
+    found = {}
+    for machine, kind, ranks in itertools.product(machines, GOALS, counts):
+        batch = WEAK * ranks if kind == "weak" else STRONG
+        found[machine, kind, ranks] = Job(config, load_machine(machine), ranks).of_batch(batch)
+        checked(found[machine, kind, ranks])
     return found
+
+
+def study(section: str, jobs: dict[tuple[str, str, int], Job]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return what all jobs of a section take, by machine and kind of scaling. Raises ValueError if a first fits not."""
+    first = min(ranks for *_, ranks in jobs)
+    start = {(machine, kind): without_files(job) for (machine, kind, ranks), job in jobs.items() if ranks == first}
+    found = best([*start.values(), *jobs.values()])
+    ideal = dict(zip(start, found))
+    if unfit := [machine for (machine, _), outlook in ideal.items() if outlook is None]:
+        raise ValueError(f"{section} does not fit on {first} rank(s) of {unfit[0]}: take more for the first job")
+    rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for ((machine, kind, _), job), outlook in zip(jobs.items(), found[len(start) :]):
+        of_kind = rows.setdefault(machine, {}).setdefault(kind, [])
+        if outlook is not None:
+            of_kind.append(row_of(job, outlook, ideal[machine, kind], first))
+    return rows
+
+
+def missed(rows: list[dict[str, Any]], kind: str) -> int | None:
+    """Return on how many ranks a goal is missed first: in weak scaling on JUDGED or more."""
+    reached = [row for row in rows if kind == "strong" or row["ranks"] >= JUDGED]
+    return next((row["ranks"] for row in reached if row["efficiency"] < GOALS[kind]), None)
 
 
 def summary_table(studied: dict[str, Any], kind: str) -> str:
@@ -173,13 +179,17 @@ def detail_table(rows: list[dict[str, Any]]) -> str:
             f"{ranks:,}", row["title"], f"{1e3 * row['seconds']:.4g}", f"{row['samples'] / row['seconds']:,.4g}",
             f"{row['efficiency']:.2f}", row["limit"], f"{row['bytes'] / 2**30:.3g}", f"{row['read'] / 1e9:.2g}",
             f"{cost['saved'] / 1e9:.3g}", f"{1e3 * cost['stall']:.2g}", _duration(cost["interval"]),
-            f"{cost['lost']:.2%}", *(_figure(hours) for hours in (cost["hours"], (cost["hours"] or math.inf) * ranks)),
+            f"{cost['lost']:.2%}", *_hours(row),
         ])  # fmt: skip
     return markdown(head.split(", "), lines)
 
 
-def _figure(x: float | None) -> str:
-    return "never" if x is None or math.isinf(x) else f"{x:,.3g}"
+def _hours(row: dict[str, Any]) -> list[str]:
+    """Return the hours and GPU hours of a run; none of a batch that is larger than the data."""
+    hours = row["cost"]["hours"]
+    if row["samples"] > SAMPLES:
+        return ["", ""]
+    return ["never", "never"] if hours in (None, math.inf) else [f"{hours:,.3g}", f"{hours * row['ranks']:,.3g}"]
 
 
 def _duration(seconds: float | None) -> str:
@@ -195,10 +205,27 @@ def mends_table(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def all_mends(cases: dict[str, list[dict[str, Any]]]) -> str:
+    """Return what would make each of some jobs faster, with its name."""
+    return "\n\n".join(f"**{name}**\n\n{mends_table(rows)}" for name, rows in cases.items())
+
+
+def section_tables(by_machine: dict[str, Any]) -> str:
+    """Return all that a section's jobs take, hold and cost."""
+    return "\n\n".join(
+        f"**{kind} scaling, {machine}**\n\n{detail_table(rows)}"
+        for machine, kinds in by_machine.items()
+        for kind, rows in kinds.items()
+    )
+
+
 def judged_table(cases: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return what other strategies would bring: time and memory, over those of the best layout."""
-    names = next(iter(cases.values()))
-    rows = ([name, *(f"{of[name]['time']:.2f} / {of[name]['memory']:.2f}" for of in cases.values())] for name in names)
+    """Return what other strategies would bring: time and memory, over those of the fastest layout."""
+    names = dict.fromkeys(name for of_case in cases.values() for name in of_case)
+    rows = []
+    for name in names:
+        found = (of_case.get(name) for of_case in cases.values())
+        rows.append([name, *(f"{x['time']:.2f} / {x['memory']:.2f}" if x else "" for x in found)])
     return markdown(["time / memory, at best", *cases], rows)
 
 
@@ -209,74 +236,67 @@ def draw(studied: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(len(GOALS), len(machines), squeeze=False, sharex=True, sharey=True)
     for (kind, goal), row in zip(GOALS.items(), panels):
         for machine, axes in zip(machines, row):
-            for marker, (section, found) in zip("os^Dv*", studied.items()):
+            for marker, (section, found) in zip(itertools.cycle("os^Dv*"), studied.items()):
                 rows = found[machine][kind]
                 axes.plot([x["ranks"] for x in rows], [x["efficiency"] for x in rows], marker=marker, label=section)
+            axes.set(xscale="log", title=f"{kind} scaling, {machine}")
+            axes.set_ylim(bottom=0)
             axes.axhline(goal, color="grey", lw=1, ls="--")
-            axes.text(axes.get_xlim()[0], goal, f" goal {goal:.2f}", fontsize=8, va="bottom")
-            axes.set(xscale="log", title=f"{kind} scaling, {machine}", ylim=(0, 1.1))
+            axes.text(0, goal, f" goal {goal:.2f}", fontsize=8, va="bottom", transform=axes.get_yaxis_transform())
             axes.set_xticks([x["ranks"] for x in rows], [f"{x['ranks']:,}" for x in rows], fontsize=8)
             axes.minorticks_off()
     for axes in panels[:, 0]:
         axes.set_ylabel("efficiency")
     for axes in panels[-1]:
-        axes.set_xlabel("GPUs")
+        axes.set_xlabel("ranks, one a GPU")
     panels[0, 0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 
-def parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+def parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = parser_of(__doc__, "train_mp.py")
     parser.add_argument("--json", type=Path, required=True, help="file to write, with a picture beside it")
     parser.add_argument("--machine", nargs="+", default=MACHINES, help=f"files of make doctor, or of {known()}")
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), help="of config/ViT.yaml")
-    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, help="GPUs, the least first")
-    args = parser.parse_args(argv)
+    parser.add_argument("--sections", nargs="+", default=SECTIONS, help="of config/ViT.yaml")
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS, help="of jobs, the smallest first")
+    args, flags = parser.parse_known_args(argv)
     if args.ranks[0] < 1 or args.ranks != sorted({*args.ranks}):
         raise ValueError(f"--ranks {' '.join(map(str, args.ranks))}: take counts that grow, the first 1 or more")
-    return args
+    return args, flags
 
 
 def main(argv: list[str]) -> None:
-    args = parsed(argv)
-    sections = {name: SECTIONS.get(name, name) for name in args.sections}
+    args, flags = parsed(argv)
+    jobs = {section: jobs_of(section, flags, args.machine, args.ranks) for section in args.sections}
     studied = {}
-    for name, rows in study(sections, args.machine, args.ranks):
-        studied[name] = rows
-        for machine, kinds in rows.items():
-            for kind, found in kinds.items():
-                print(f"\n{name}, {kind} scaling, {machine}\n\n{detail_table(found)}", flush=True)
-    helped = mended(studied, sections, args.ranks)
-    for name, rows in helped.items():
-        print(f"\n{name}\n\n{mends_table(rows)}", flush=True)
-    cases = {}
-    for name, batch in (("mp", BATCH), ("mp", BATCH * JUDGED // RANKS[0]), ("hires", BATCH)):
-        if name in sections:
-            config = load_config([f"--config={sections[name]}", "--local_batch_size=None"], chapter=2)[0]
-            job = Job(config, load_machine(args.machine[0]), JUDGED).of_batch(batch)
-            cases[f"{name}, batch {batch:,}"] = judged(job)
-    if cases:
-        print(f"\nOther strategies, on {JUDGED} GPUs of {args.machine[0]}\n\n{judged_table(cases)}")
-    write_record(args.json, figures_of(studied, cases), {}, study=studied, mends=helped, judged=cases)
+    for section, of_section in jobs.items():
+        studied[section] = study(section, of_section)
+        print(f"\n# {section}\n\n{section_tables(studied[section])}", flush=True)
+    helped, cases = {}, {}
+    for section, kind in itertools.product(studied, GOALS):
+        for machine in args.machine:
+            of_kind = {ranks: job for (m, k, ranks), job in jobs[section].items() if (m, k) == (machine, kind)}
+            if (section, kind) in MENDED and (ranks := missed(studied[section][machine][kind], kind)):
+                name = f"{section}, {kind} scaling, {ranks} ranks of {machine}"
+                helped[name] = mends(of_kind[ranks], without_files(of_kind[args.ranks[0]]))
+        if section in ("mp", "hires") and JUDGED in of_kind:
+            cases[f"{section}, batch {of_kind[JUDGED].config.global_batch_size:,}"] = judged(of_kind[JUDGED])
+    for told in (all_mends(helped), judged_table(cases)):
+        print(f"\n{told}")
+    write_record(args.json, figures_of(studied), {}, study=studied, mends=helped, judged=cases, on=args.machine[-1])
     draw(studied, args.json.with_suffix(".png"))
 
 
-def figures_of(studied: dict[str, Any], cases: dict[str, Any]) -> dict[str, float]:
-    """Return the figures that the page names, by name."""
+def figures_of(studied: dict[str, Any]) -> dict[str, float]:
+    """Return the figures that a page may name."""
     found = {}
-    for section, by_machine in studied.items():
+    for (section, by_machine), kind in itertools.product(studied.items(), GOALS):
         for machine, kinds in by_machine.items():
-            for kind, rows in kinds.items():
-                for row in rows:
-                    name = f"{section}, {kind}, {row['ranks']} of {machine}"
-                    found[f"{name}: efficiency"] = row["efficiency"]
-                    found[f"{name}: lost"] = row["cost"]["lost"]
-                    found[f"{name}: hours"] = row["cost"]["hours"]
-                    found[f"{name}: GPU hours"] = row["cost"]["hours"] * row["ranks"]
-                    found[f"{name}: GB/s to read"] = row["read"] / 1e9
-    for case, of in cases.items():
-        for name, x in of.items():
-            found |= {f"{case}, {name}: {key}": value for key, value in x.items()}
+            for row in kinds[kind]:
+                name, hours = f"{section}, {kind}, {row['ranks']} of {machine}", row["cost"]["hours"]
+                found |= {f"{name}: efficiency": row["efficiency"], f"{name}: GB/s to read": row["read"] / 1e9}
+                found |= {f"{name}: hours": hours, f"{name}: GPU hours": hours * row["ranks"]}
+                found |= {f"{name}: lost": row["cost"]["lost"], f"{name}: stall, ms": 1e3 * row["cost"]["stall"]}
     return found
 
 

@@ -10,7 +10,7 @@ import csv
 import json
 import re
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from benchmarks import (  # noqa: E402
     memory,
     optimizers,
     plan,
+    scaling,
     simulate,
     skill,
     step,
@@ -122,6 +123,11 @@ def verdict() -> str:
     return "> " + json.loads((ROOT / "docs/example_logs/float32/report/report.json").read_text())["verdict"]
 
 
+def section_tables(section: str) -> str:
+    """Return what all jobs of a section take, hold and cost."""
+    return scaling.section_tables(record("scaling")["study"][section])
+
+
 TABLES = {
     "advice.doctor": lambda: advice.table("doctor"),
     "advice.memory": lambda: advice.table("memory"),
@@ -144,6 +150,10 @@ TABLES = {
     "optimizers.table": lambda: optimizers.table(*measured("optimizers")),
     "plan.front": lambda: plan.table(record("plan_mp")["front"]),
     "plan.others": lambda: plan.others_table(record("plan_mp")["others"]),
+    "scaling.judged": lambda: scaling.judged_table(record("scaling")["judged"]),
+    "scaling.mends": lambda: scaling.all_mends(record("scaling")["mends"]),
+    "scaling.strong": lambda: scaling.summary_table(record("scaling")["study"], "strong"),
+    "scaling.weak": lambda: scaling.summary_table(record("scaling")["study"], "weak"),
     "skill.demo": lambda: skill.table(record("skill_demo")["cases"], "demo"),
     "ensembles": lambda: ensembles.table(record("ensembles")["cases"]),
     "skill.era5_djf": lambda: skill.table(record("skill_era5_djf")["cases"], "era5_djf"),
@@ -151,7 +161,7 @@ TABLES = {
     "step.savers": lambda: step.savers_table(*measured("step")),
     "step.table": lambda: step.table(*measured("step"), list(step.CASES)),
     "verdict": verdict,
-}
+} | {f"scaling.{section}": partial(section_tables, section) for section in scaling.SECTIONS}
 
 
 def rewritten(page: str) -> str:

@@ -11,6 +11,7 @@ from benchmarks.planner.predict import Group
 from distributed.parallelize import check_parallel
 from utils.comm import Grid
 from utils.config.settings import Config, module_options
+from utils.data.token_shard import TokenShard
 
 AXES = ("tp", "cp", "dp", "tp-cp", "dp-cp")
 LARGEST = 64  # ranks of a model, where a batch has as many samples as there are models
@@ -47,6 +48,9 @@ class Layout:
         return replace(config, **{field.name: getattr(self, field.name) for field in fields(self)[1:]})
 
 
+KEYS = frozenset(field.name for field in fields(Layout)[1:])  # what a configuration says of a layout
+
+
 def variants(config: Config, given: frozenset[str], tp: int, cp: int) -> Iterator[Layout]:
     """Yield the ways to run a model on tp x cp ranks that change what a rank computes: those that train_mp.py takes.
 
@@ -80,9 +84,21 @@ def is_taken(layout: Layout, config: Config) -> bool:
         return False
     try:
         check_parallel(layout.on(config), Grid(layout.dp * tp * cp, 0, tp, cp))
+        count = token_shards(layout)
+        last = TokenShard(config.img_size, config.patch_size, count, count - 1)
     except ValueError:
         return False
-    return True
+    return last.count > 0 or config.data_loader_config != "dali"  # DALI cannot read nothing
+
+
+def shards_of(layout: Layout, config: Config) -> list[TokenShard]:
+    """Return how the ranks of a model share out the tokens of an image. Raises ValueError where they cannot."""
+    count, overlap = token_shards(layout), config.patch_overlap
+    return [TokenShard(config.img_size, config.patch_size, count, i, overlap=overlap) for i in range(count)]
+
+
+def token_shards(layout: Layout) -> int:
+    return layout.context_parallel * (layout.tensor_parallel if layout.sequence_parallel else 1)
 
 
 def models(config: Config, given: frozenset[str], ranks: int) -> Iterator[tuple[int, int]]:

@@ -55,7 +55,7 @@ class Machine:
         moving: bytes per second of operations that compute little, by their bytes; "" stands for all not named.
         links: of a node, and of the network between nodes; each where it was measured.
         copy: bytes per second from the host to a rank's device; None where the device is the host.
-        storage: bytes per second that a node reads, or writes; None where nobody knows: reading does not count then.
+        storage: bytes per second that a node reads, or writes; None where nobody knows: no bound.
         noise: standard deviation of a rank's step over its mean.
         sources: where each figure comes from.
         filesystem: bytes per second that all nodes together read or write; None where nobody knows: no bound.

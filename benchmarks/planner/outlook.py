@@ -16,7 +16,14 @@ from utils.config.settings import Config
 from utils.measure.operations import Operation
 
 WAITS = 0.02  # of a step: less does not bound it
-LIMITS = {"product": "products", "attention": "products", "memory": "memory", "host": "host", "reading": "storage"}
+LIMITS = {
+    "product": "products",
+    "attention": "products",
+    "memory": "memory",
+    "host": "host",
+    "reading": "storage",
+    "copying": "copies",
+}
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,9 @@ class Outlook:
         samples: of a step, over all ranks.
         seconds: of a step.
         parts: seconds by part: product, attention, memory (all else that computes), host (the device waits for it),
-            tp, cp and dp-cp (links that nothing hides), slowest (waiting for the slowest rank), reading.
-        limit: products, memory, host, links or storage: what a step waits for, else what takes longest.
+            tp, cp and dp-cp (links that nothing hides), slowest (waiting for the slowest rank), reading,
+            copying to the GPU.
+        limit: products, memory, host, links, copies or storage: what a step waits for, else what takes longest.
         hidden: seconds of links that go on beside operations.
         memory: bytes of a rank by part.
         sent: bytes that a rank sends in a step, by axes.
@@ -79,7 +87,7 @@ class Estimate:
         passes: forward and backward pass of so many samples as a rank takes at once.
         end: of a step.
         batch: bytes of a rank's samples of a step. On a GPU there is room for two: one is read, one computed.
-        read: bytes of all frames that a step reads.
+        read: bytes that a step reads, all ranks of a model together, where each reads other tokens.
         samples: of a step, over all ranks.
     """
 
@@ -124,19 +132,22 @@ class Estimate:
         ranks = groups["dp"].ranks * groups["tp-cp"].ranks
         parts["slowest"] = sum(parts.values()) * tail(machine.noise, ranks)
         nodes = -(-ranks // machine.per_node)
-        reading = self.read / machine.stored(nodes)
+        reading = self.read * self.readers(layout, groups) / machine.stored(nodes)
         copying = self.batch / machine.copy if machine.copy else 0.0
-        if self.config.num_data_workers:  # they read ahead
-            parts["reading"] = max(max(reading, copying) - sum(parts.values()), 0.0)
-        else:
-            parts["reading"] = reading + max(copying - sum(parts.values()), 0.0)
+        beside = sum(parts.values()) if self.config.num_data_workers else 0.0  # workers read ahead
+        parts["reading"] = max(reading - beside, 0.0)
+        parts["copying"] = max(copying - sum(parts.values()), 0.0)
         memory, gone = self.memory(layout, groups), self.sent(layout, groups)
         return Outlook(layout, self.samples, sum(parts.values()), parts, self.limit(parts), hidden, memory, gone)
 
+    def readers(self, layout: Layout, groups: dict[str, Group]) -> float:
+        """Return how many nodes read the same rows: those of tensor parallel ranks that hold the same tokens."""
+        return 1 if layout.sequence_parallel else groups["tp"].ranks / groups["tp"].in_node
+
     def limit(self, parts: dict[str, float]) -> str:
         """Return what bounds a step: what goes on beside it if it waits for that, else what takes longest."""
-        beside = ["reading"] if self.config.num_data_workers else []
-        for part in [*beside, "host"] if self.is_gpu else beside:
+        beside = ["reading"] * (self.config.num_data_workers > 0) + ["copying", "host"] * self.is_gpu
+        for part in beside:
             if parts[part] > WAITS * sum(parts.values()):
                 return LIMITS[part]
         found: Counter[str] = Counter()

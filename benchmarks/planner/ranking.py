@@ -5,12 +5,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
 
-from benchmarks.planner.layouts import Layout, groups_of, is_taken, models, orders, parts_of, variants
+from benchmarks.planner.layouts import KEYS, Layout, groups_of, is_taken, models, orders, parts_of, shards_of, variants
 from benchmarks.planner.machine import Machine
 from benchmarks.planner.outlook import Estimate, Outlook
 from benchmarks.planner.sketch import End, Sketch, end_of_step, sketch
@@ -113,21 +113,17 @@ def in_order(found: Iterable[Outlook]) -> list[Outlook]:
     return sorted(found, key=lambda x: (float(f"{x.pace:.3g}"), len(x.layout.flags()), x.bytes))
 
 
-def close_to_best(found: list[Outlook], room: float) -> list[Outlook]:
-    """Return those that fit, and are close to the fastest that fits. They come in order."""
-    fitting = [outlook for outlook in found if outlook.bytes <= room]
-    return [outlook for outlook in fitting if outlook.pace <= (1 + CLOSE) * fitting[0].pace]
-
-
 def best_of(found: list[Outlook], room: float) -> Outlook | None:
     """Return the layout to take: of those that fit and are close to the fastest the simplest; None where none fits."""
-    return min(close_to_best(found, room), key=lambda x: (len(x.layout.flags()), x.pace), default=None)
+    fitting = [outlook for outlook in found if outlook.bytes <= room]
+    close = [outlook for outlook in fitting if outlook.pace <= (1 + CLOSE) * fitting[0].pace]
+    return min(close, key=lambda x: (len(x.layout.flags()), x.pace), default=None)
 
 
 def bytes_of_sample(config: Config) -> int:
-    """Return the bytes of the frames that a sample reads: the input, and all that is forecast; in float32."""
-    inputs, outputs, forced = Fields.blank(config).sizes
-    K = config.longest_rollout
+    """Return the bytes of the frames of a sample: the input, and all that is forecast or given; in float32."""
+    fields, K = Fields.blank(config), config.longest_rollout
+    inputs, outputs, forced = (len(channels) for channels in (fields.inputs, fields.outputs, fields.forced))
     return 4 * (inputs + K * outputs + (K - 1) * forced) * math.prod(config.img_size)
 
 
@@ -135,7 +131,9 @@ def estimate_of(sketched: Sketched, config: Config, machine: Machine, layout: La
     """Return what there is to know of a layout that passes so many samples at once."""
     _, how, end = sketched
     passes = how.of(samples)
-    frames = bytes_of_sample(config)
+    # Ranks of a model read whole rows, and their tokens seldom end with one.
+    rows = sum(len(shard.input_rows) for shard in shards_of(layout, config)) / config.img_size[0]
+    frames = rows * bytes_of_sample(config)
     total, batch = layout.dp * layout.accumulation_steps * samples, layout.accumulation_steps * passes.batch
     return Estimate(layout.on(config), machine, passes, end, batch, total * frames, total)
 
@@ -170,9 +168,8 @@ def outlooks_of(
 
 def outlook_of(config: Config, machine: Machine, ranks: int) -> Outlook:
     """Return the outlook of the layout that a configuration says, on so many ranks. Raises ValueError if it is none."""
-    given = frozenset(field.name for field in fields(Layout)[1:])
     model = config.tensor_parallel, config.context_parallel
-    found = outlooks_of_model(check(config, machine, ranks), given, machine, ranks, model)
+    found = outlooks_of_model(check(config, machine, ranks), KEYS, machine, ranks, model)
     if not found:
         raise ValueError(f"train_mp.py takes no such layout on {ranks} ranks")
     return found[0]

@@ -1,8 +1,10 @@
 """What would other ways to share out or to shrink a training bring? From the parts of a step that they can touch.
 
-None of these is built here. Each figure is a bound from above on what it gains, beside the best layout that there is.
+Each is taken at its best: what it costs itself is left out where that is not said. Time and memory are told apart: what
+freed memory could be used for does not count.
 """
 
+import math
 from dataclasses import dataclass
 
 from benchmarks.planner.machine import Machine
@@ -21,7 +23,7 @@ class Strategy:
     memory: float
 
 
-def pipeline(best: Outlook, alone: Outlook, stages: int) -> Strategy:
+def pipeline(best: Outlook, one: Outlook, two: Outlook, parts: int, stages: int) -> Strategy:
     """Return what pipelines of so many stages take and hold, in which one forward and one backward pass alternate.
 
     With m parts of a batch, p stages take (m + p - 1) / p times what one rank takes for one part, and a stage holds the
@@ -29,24 +31,26 @@ def pipeline(best: Outlook, alone: Outlook, stages: int) -> Strategy:
     Using Megatron-LM, section 2.2). Sending between stages, and the sum of gradients, are taken for free.
 
     Args:
-        alone: one rank that passes all samples of a pipeline, part by part.
+        one: a rank alone that passes one part of the batch.
+        two: the same with two parts, one after the other.
     """
-    parts = alone.layout.accumulation_steps
-    seconds = alone.seconds * (parts + stages - 1) / (parts * stages)
-    whole = sum(alone.memory[part] for part in ("weights", "gradients", "optimiser"))
-    held = whole / stages + alone.memory["activations"] * min(parts, stages) / stages
-    held += alone.memory["working"] + alone.memory["batch"]
+    part = two.seconds - one.seconds
+    end = one.seconds - part  # of a step: each stage has its share of it
+    seconds = ((parts + stages - 1) * part + end) / stages
+    whole = sum(one.memory[part] for part in ("weights", "gradients", "optimiser"))
+    held = whole / stages + one.memory["activations"] * min(parts, stages) / stages
+    held += one.memory["working"] + one.memory["batch"]
     return Strategy(seconds / best.seconds, held / best.bytes)
 
 
 def offload(best: Outlook, machine: Machine) -> Strategy:
-    """Return what an optimiser on the host takes and holds: gradients go there, weights come back, nothing hides it.
+    """Return what moments and gradients on the host take: gradients go there unseen, new weights come back.
 
-    (Ren et al. 2021, ZeRO-Offload.) What the host's Adam takes itself is left out.
+    (Ren et al. 2021, ZeRO-Offload.) What the host's Adam takes is left out. Weights are those of this code: float32.
     """
-    moved = best.memory["optimiser"] / 2
-    rate = machine.copy or float("inf")
-    return Strategy(1 + 2 * moved / rate / best.seconds, 1 - best.memory["optimiser"] / best.bytes)
+    returned = best.memory["optimiser"] / 2
+    gone = best.memory["optimiser"] + best.memory["gradients"]
+    return Strategy(1 + returned / (machine.copy or math.inf) / best.seconds, 1 - gone / best.bytes)
 
 
 def smaller_moments(best: Outlook, share: float) -> Strategy:
@@ -73,4 +77,4 @@ def eight_bit_products(best: Outlook) -> Strategy:
 
     (Micikevicius et al. 2022, FP8 Formats for Deep Learning.)
     """
-    return Strategy(1 - 0.5 * best.parts["product"] / best.seconds, 1.0)
+    return Strategy(1 - best.parts["product"] / 2 / best.seconds, 1.0)

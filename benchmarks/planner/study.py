@@ -3,7 +3,6 @@
 A job is a training on so many ranks of a machine. Each model (tp x cp) is sketched once for all jobs of a section.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -11,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.planner.layouts import models
-from benchmarks.planner.machine import Machine
+from benchmarks.planner.machine import Link, Machine
 from benchmarks.planner.outlook import Outlook
-from benchmarks.planner.ranking import best_of, check, close_to_best, in_order, outlooks_of, sketches
+from benchmarks.planner.ranking import Sketched, check, in_order, outlooks_of, sketches
 from benchmarks.planner.trace import serial_model, without_data
 from utils.config.settings import Config
 from utils.data.fields import Fields
@@ -41,30 +40,35 @@ class Job:
 
 
 def best(jobs: Sequence[Job]) -> list[Outlook | None]:
-    """Return for each job the layout to take, of all; None where none fits, or none takes its batch.
+    """Return the fastest layout of each job that fits; None where none fits, or none takes its batch.
 
     Args:
         jobs: of one section: what a rank computes of a sample is the same.
     """
-    jobs = [replace(job, config=check(job.config, job.machine, job.ranks)) for job in jobs]
+    jobs = [checked(job) for job in jobs]
     wanted = {model for job in jobs for model in models(job.config, NOTHING, job.ranks)}
     with ProcessPoolExecutor(min(len(cores_in_reach()), len(wanted))) as pool:
         found = list(pool.map(partial(_of_model, jobs), sorted(wanted, key=math.prod, reverse=True)))
-    return [
-        best_of(in_order(itertools.chain.from_iterable(of_job)), job.room) for job, of_job in zip(jobs, zip(*found))
-    ]
+    return [next(iter(in_order(filter(None, of_job))), None) for of_job in zip(*found)]
 
 
-def _of_model(jobs: Sequence[Job], model: tuple[int, int]) -> list[list[Outlook]]:
-    """Return for each job what of a model may be the best of all."""
-    sketched, found = sketches(jobs[0].config, NOTHING, model), []
+def checked(job: Job) -> Job:
+    """Return a job as it is sketched. Raises ValueError for what the planner cannot know."""
+    return replace(job, config=check(job.config, job.machine, job.ranks))
+
+
+def _of_model(jobs: Sequence[Job], model: tuple[int, int]) -> list[Outlook | None]:
+    """Return the fastest layout of a model for each job, of those that fit."""
+    known: dict[str, list[Sketched]] = {}
+    found: list[Outlook | None] = []
     for job in jobs:
-        ours = []
+        ours: list[Outlook] = []
         if model in models(job.config, NOTHING, job.ranks):
-            ours = [
-                x for variant in sketched for x in outlooks_of(variant, job.config, NOTHING, job.machine, job.ranks)
-            ]
-        found.append(close_to_best(in_order(ours), job.room))
+            if job.config.attention not in known:  # a GPU has another kernel than a CPU
+                known[job.config.attention] = sketches(job.config, NOTHING, model)
+            for variant in known[job.config.attention]:
+                ours += outlooks_of(variant, job.config, NOTHING, job.machine, job.ranks)
+        found.append(next((x for x in in_order(ours) if x.bytes <= job.room), None))
     return found
 
 
@@ -75,7 +79,7 @@ def parameters_of(config: Config) -> int:
 
 
 def without_files(job: Job) -> Job:
-    """Return a job whose frames are there when they are needed."""
+    """Return a job whose frames are there when they are needed, whatever it took to bring them."""
     return replace(job, machine=replace(job.machine, storage=None, filesystem=None))
 
 
@@ -85,14 +89,28 @@ def _faster_storage(job: Job) -> Job:
     return replace(job, machine=replace(machine, storage=storage, filesystem=filesystem))
 
 
-def _faster_network(job: Job) -> Job:
-    links = {place: replace(x, bandwidth=2 * x.bandwidth) for place, x in job.machine.links.items()}
+def _with_links(job: Job, change: Callable[[Link], Link]) -> Job:
+    links = {place: change(link) for place, link in job.machine.links.items()}
     return replace(job, machine=replace(job.machine, links=links))
+
+
+def _faster_links(job: Job) -> Job:
+    def faster(link: Link) -> Link:
+        curves = {kind: [(n, seconds / 2) for n, seconds in curve] for kind, curve in link.collectives.items()}
+        return Link(link.alpha, 2 * link.bandwidth, curves)
+
+    return _with_links(job, faster)
 
 
 def _no_latency(job: Job) -> Job:
-    links = {place: replace(x, alpha=INSTANT) for place, x in job.machine.links.items()}
-    return replace(job, machine=replace(job.machine, links=links))
+    def instant(link: Link) -> Link:
+        curves = {
+            kind: [(n, max(seconds - curve[0][1], INSTANT)) for n, seconds in curve]
+            for kind, curve in link.collectives.items()
+        }
+        return Link(INSTANT, link.bandwidth, curves)
+
+    return _with_links(job, instant)
 
 
 def _faster_attention(job: Job) -> Job:
@@ -105,9 +123,9 @@ def _faster_attention(job: Job) -> Job:
 
 # What a job could have: of the code, with its flag, or of the machine.
 MENDS: dict[str, Callable[[Job], Job]] = {
-    "frames in the node (`--stage_dir`)": without_files,
+    "frames that are there (`--stage_dir`, at best)": without_files,
     "frames of 16 bits, or storage twice as fast": _faster_storage,
-    "links twice as fast, or half the bytes": _faster_network,
+    "links twice as fast, or half the bytes": _faster_links,
     "links without latency": _no_latency,
     "attention twice as fast": _faster_attention,
     "compiled blocks (`--enable_jit`)": lambda job: replace(job, config=replace(job.config, enable_jit=True)),

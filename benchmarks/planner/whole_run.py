@@ -14,7 +14,8 @@ class WholeRun:
     Attributes:
         saved: bytes of a checkpoint: weights, both moments, the average if there is one; each once.
         stall: seconds that a step waits while ranks copy what they hold to their hosts.
-        written: seconds from there until the checkpoint counts. Training goes on meanwhile.
+        written: seconds from there until the bytes are on the disk, all nodes writing; training goes on meanwhile.
+            What many ranks take to agree on it is not counted.
         between_failures: seconds, on average; infinite where nobody knows.
         interval: seconds between two checkpoints.
         lost: share of the time that saves take, and what is done twice after a failure, and starts.
@@ -35,8 +36,8 @@ def whole_run(outlook: Outlook, machine: Machine, parameters: int, steps: int) -
 
     Checkpoints come as often as loses least: after the square root of twice a save's cost times the time between
     failures (Young 1974, A first order approximation to the optimum checkpoint interval), and not before the last one
-    is written. What a save costs is the copy to the host; a thread writes it while training goes on. A failure costs
-    half an interval, what was being written, and a start. Validations do not count.
+    is written, or a step is done. What a save costs is the copy to the host; a thread writes it while training goes
+    on. A failure costs half an interval, what was being written, and a start. Validations do not count.
     """
     layout = outlook.layout
     ranks = layout.dp * layout.tensor_parallel * layout.context_parallel
@@ -50,7 +51,7 @@ def whole_run(outlook: Outlook, machine: Machine, parameters: int, steps: int) -
         between, interval, lost = math.inf, math.inf, 0.0
     else:
         between = 3600 / (machine.failures * ranks)
-        interval = max(math.sqrt(2 * stall * between), written)
+        interval = max(math.sqrt(2 * stall * between), written, outlook.seconds)
         repeated = (interval / 2 + written + (machine.restart or 0.0)) / between
         lost = 1 - max(1 - repeated, 0.0) / (1 + stall / interval)
     hours = steps * outlook.seconds / 3600 / (1 - lost) if lost < 1 else math.inf

@@ -264,6 +264,9 @@ def test_layouts_that_read_nothing_on_a_rank(tmp_path):
     wide = config_of(tmp_path, "--img_size", "8", "24", "--patch_size=4", "--patch_overlap=0")  # two rows of 6 tokens
     rows = sum(len(shard.rows) for shard in shards_of(Layout(1, context_parallel=4), wide))
     assert rows == 4 * 4  # 3 tokens each, of one row of patches of 4 points
+    four = replace(wide, global_batch_size=None, local_batch_size=3, context_parallel=4, num_data_workers=0)
+    found = outlook_of(four, replace(A100, storage=1e6, filesystem=None), 4)
+    assert found.parts["reading"] == pytest.approx(2 * 3 * bytes_of_sample(four) / 1e6)
 
 
 def test_a_frame_is_read_by_each_node_that_needs_it(tmp_path):

@@ -54,11 +54,11 @@ def command(layout: Layout, machine: Machine, config: Config, flags: list[str]) 
     return f"sbatch -N {nodes} submit_pm_mp.sh {told}"
 
 
-def title(layout: Layout) -> str:
-    """Return a layout in words: the grid, and the flags beside it."""
+def title(layout: Layout, config: Config) -> str:
+    """Return a layout in words: the grid, and the flags that are not as in a configuration."""
     told = f"dp {layout.dp} x tp {layout.tensor_parallel} x cp {layout.context_parallel}"
     grid = ("tensor_parallel", "context_parallel")
-    return " ".join([told, *(flag for flag in layout.flags() if not flag[2:].startswith(grid))])
+    return " ".join([told, *(flag for flag in layout.flags(config) if not flag[2:].startswith(grid))])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -77,7 +77,7 @@ def parts(outlook: Outlook) -> str:
     return f"  ms a step: {took}{beside}\n  GiB a rank: {held}\n  GB that a rank sends in a step: {sends}"
 
 
-def losers(found: list[Outlook], best: Outlook, room: float) -> list[list[str]]:
+def losers(found: list[Outlook], best: Outlook, room: float, config: Config) -> list[list[str]]:
     """Return for each other tp and cp the best layout, how much slower it is, and why."""
     grids: dict[tuple[int, int], list[Outlook]] = {}
     for outlook in found:
@@ -88,14 +88,16 @@ def losers(found: list[Outlook], best: Outlook, room: float) -> list[list[str]]:
         other = best_of(of_grid, room)
         if other is None:
             least = min(of_grid, key=lambda x: x.bytes)
-            rows.append((math.inf, [title(least.layout), "does not fit", f"{least.bytes / 2**30:.3g} GiB a rank"]))
+            rows.append(
+                (math.inf, [title(least.layout, config), "does not fit", f"{least.bytes / 2**30:.3g} GiB a rank"])
+            )
             continue
         same = best.samples / other.samples
         more = {part: same * x - best.parts.get(part, 0.0) for part, x in other.parts.items()}
         most = max(more, key=more.get)
         why = f"{NAMES[most]}: {1e3 * more[most]:+.3g} ms" if more[most] > 0 else ""
         slower = other.pace / best.pace - 1
-        rows.append((slower, [title(other.layout), f"{slower:+.0%}", why]))
+        rows.append((slower, [title(other.layout, config), f"{slower:+.0%}", why]))
     return [row for _, row in sorted(rows, key=lambda x: x[0])]
 
 
@@ -124,10 +126,10 @@ def draw(found: list[Outlook], best: Outlook, room: float, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def record_of(outlook: Outlook) -> dict[str, Any]:
+def record_of(outlook: Outlook, config: Config) -> dict[str, Any]:
     """Return an outlook for a file: times in seconds, sizes in bytes."""
     told = dataclasses.asdict(outlook)
-    return {"title": title(outlook.layout), **told, "bytes": outlook.bytes}
+    return {"title": title(outlook.layout, config), **told, "bytes": outlook.bytes}
 
 
 def main(argv: list[str]) -> None:
@@ -149,16 +151,16 @@ def main(argv: list[str]) -> None:
     if best is None:
         least = min(found, key=lambda x: x.bytes)
         raise ValueError(
-            f"no layout fits in the {room / 2**30:.3g} GiB of a rank: {title(least.layout)} needs least, "
+            f"no layout fits in the {room / 2**30:.3g} GiB of a rank: {title(least.layout, config)} needs least, "
             f"{least.bytes / 2**30:.3g} GiB; take more ranks"
         )
     K = config.longest_rollout
     steps = f"\nA step is one of the longest forecasts, {K} steps ahead.\n" * (K > 1)
-    print(f"{steps}\nTo run: {title(best.layout)}\n\n  {command(best.layout, machine, config, flags)}\n")
+    print(f"{steps}\nTo run: {title(best.layout, config)}\n\n  {command(best.layout, machine, config, flags)}\n")
     print(f"  {1e3 * best.seconds:.4g} ms a step, {1 / best.pace:.4g} samples/s, limited by {best.limit}")
     print(parts(best))
-    shown = {"best": record_of(best), "others": losers(found, best, room)}
-    shown["front"] = [record_of(x) for x in thinned(front([x for x in found if x.bytes <= room]))]
+    shown = {"best": record_of(best, config), "others": losers(found, best, room, config)}
+    shown["front"] = [record_of(x, config) for x in thinned(front([x for x in found if x.bytes <= room]))]
     print(f"\nNo other is both faster and smaller:\n\n{table(shown['front'])}")
     if shown["others"]:
         print(f"\nWhy not another grid?\n\n{others_table(shown['others'])}")

@@ -44,7 +44,7 @@ WEAK, STRONG = 16, 64  # samples of a rank, and of all
 STEPS = 30_000
 SAMPLES = 58_000  # of forty years, every six hours: more are no batch
 GOALS = {"weak": 0.90, "strong": 0.70}
-MENDED = [("bs64_opt", "weak"), ("mp", "strong")]  # where it is asked what would help
+MENDED = [("bs64_opt", "weak"), ("mp", "weak"), ("mp", "strong")]  # where it is asked what would help
 JUDGED = 64  # ranks on which other strategies are judged
 STAGES = 4
 
@@ -59,10 +59,10 @@ def row_of(job: Job, outlook: Outlook, ideal: Outlook, first: int) -> dict[str, 
     nodes = -(-job.ranks // job.machine.per_node)
     computing = outlook.seconds - outlook.parts["reading"]
     return {
-        "ranks": job.ranks, "title": title(outlook.layout), "seconds": outlook.seconds, "samples": outlook.samples,
-        "efficiency": ideal.pace * first / (outlook.pace * job.ranks), "limit": outlook.limit,
-        "bytes": outlook.bytes, "parts": outlook.parts,
-        "read": outlook.samples * bytes_of_sample(job.config) / computing / nodes, "cost": dataclasses.asdict(cost),
+        "ranks": job.ranks, "title": title(outlook.layout, job.config), "seconds": outlook.seconds,
+        "efficiency": ideal.pace * first / (outlook.pace * job.ranks), "samples": outlook.samples,
+        "limit": outlook.limit, "bytes": outlook.bytes, "parts": outlook.parts, "cost": dataclasses.asdict(cost),
+        "read": outlook.samples * bytes_of_sample(job.config) / computing / nodes,
     }  # fmt: skip
 
 

@@ -4,13 +4,13 @@ A job is a training on so many ranks of a machine. Each model (tp x cp) is sketc
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.planner.layouts import models
-from benchmarks.planner.machine import Link, Machine
+from benchmarks.planner.machine import Curve, Link, Machine
 from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.ranking import Sketched, check, in_order, outlooks_of, sketches
 from benchmarks.planner.trace import serial_model, without_data
@@ -113,12 +113,21 @@ def _no_latency(job: Job) -> Job:
     return _with_links(job, instant)
 
 
+def _faster(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    return {name: [(size, 2 * rate) for size, rate in curve] for name, curve in curves.items()}
+
+
+def _faster_products(job: Job) -> Job:
+    return replace(job, machine=replace(job.machine, products=_faster(job.machine.products)))
+
+
 def _faster_attention(job: Job) -> Job:
-    found = {
-        dtype: {way: [(size, 2 * rate) for size, rate in curve] for way, curve in passes.items()}
-        for dtype, passes in job.machine.attention.items()
-    }
+    found = {dtype: _faster(passes) for dtype, passes in job.machine.attention.items()}
     return replace(job, machine=replace(job.machine, attention=found))
+
+
+def _faster_memory(job: Job) -> Job:
+    return replace(job, machine=replace(job.machine, moving=_faster(job.machine.moving)))
 
 
 # What a job could have: of the code, with its flag, or of the machine.
@@ -127,7 +136,9 @@ MENDS: dict[str, Callable[[Job], Job]] = {
     "frames of 16 bits, or storage twice as fast": _faster_storage,
     "links twice as fast, or half the bytes": _faster_links,
     "links without latency": _no_latency,
+    "matrix products twice as fast": _faster_products,
     "attention twice as fast": _faster_attention,
+    "all else that computes twice as fast": _faster_memory,
     "compiled blocks (`--enable_jit`)": lambda job: replace(job, config=replace(job.config, enable_jit=True)),
     "a host that costs nothing (CUDA graphs)": lambda job: replace(job, machine=replace(job.machine, host=INSTANT)),
     "no rank slower than another": lambda job: replace(job, machine=replace(job.machine, noise=INSTANT)),

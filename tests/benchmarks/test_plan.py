@@ -142,6 +142,8 @@ def test_a_layout_in_words_is_one_that_can_be_run():
     config = load_config(["--config=mp", *flags], chapter=2)[0]
     assert all(getattr(config, f.name) == getattr(layout, f.name) for f in dataclasses.fields(Layout)[1:])
     assert layout.on(load_config(["--config=mp"], chapter=2)[0]) == config
+    hires = load_config(["--config=hires"], chapter=2)[0]  # which computes blocks again where nobody says otherwise
+    assert plan.title(Layout(2, 4), hires) == "dp 2 x tp 4 x cp 1 --activation_checkpoint=none"
     asked = ["--config=mp", "--shard=weights"]
     told = plan.command(layout, A100, load_config(asked, chapter=2)[0], asked)
     assert told == (

@@ -142,14 +142,17 @@ def test_each_mend_changes_what_it_says(tmp_path):
     measured = replace(A100, links={"node": replace(A100.links["node"], collectives=curves)})
     job = Job(config_of(tmp_path, "--global_batch_size=8", "--no_enable_jit"), measured, 2)
     changed = [change(job) for change in MENDS.values()]
-    there, storage, links, latency, attention, jit, host, noise = (x.machine for x in changed)
+    there, storage, links, latency, products, attention, memory, jit, host, noise = (x.machine for x in changed)
     assert math.isinf(there.stored(9)) and storage.stored(1) == 2 * A100.stored(1)
-    assert storage.filesystem == 2 * A100.filesystem and changed[5].config.enable_jit and jit == measured
+    assert storage.filesystem == 2 * A100.filesystem and changed[7].config.enable_jit and jit == measured
     assert links.links["node"].bandwidth == 2 * A100.links["node"].bandwidth
     assert links.links["node"].collectives == {"all_reduce 2": [(10.0, 1.0), (20.0, 1.5)]}
     assert latency.links["node"].collectives["all_reduce 2"][1] == (20.0, 1.0) and latency.links["node"].alpha < 1e-9
     (_, rate), (_, faster) = (x.attention["float16"]["backward 64"][0] for x in (measured, attention))
-    assert faster == 2 * rate and host.host < 1e-9 and noise.noise < 1e-9
+    assert faster == 2 * rate
+    assert products.products["float16"][0][1] == 2 * A100.products["float16"][0][1]
+    assert memory.moving[""][0][1] == 2 * A100.moving[""][0][1]
+    assert host.host < 1e-9 and noise.noise < 1e-9
 
 
 def test_mends_come_in_the_order_of_their_gain(tmp_path):

@@ -82,7 +82,7 @@ plan-check: $(TOOLS)
 	$(PYTHON) benchmarks/plan.py --config=mp --machine perlmutter --ranks 64 --json benchmarks/results/plan_mp.json
 	$(PYTHON) docs/make.py
 
-# How far does it scale? Plans jobs of 4 to 16,384 GPUs, and runs none: about 20 minutes on 2 cores.
+# How far does it scale? Plans jobs of 4 to 16,384 GPUs, and runs none: about 25 minutes on 2 cores.
 scaling: $(TOOLS)
 	$(PYTHON) benchmarks/scaling.py --json benchmarks/results/scaling.json
 	$(PYTHON) docs/make.py

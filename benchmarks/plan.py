@@ -46,11 +46,10 @@ NAMES = {
 
 def command(layout: Layout, machine: Machine, config: Config, flags: list[str]) -> str:
     """Return the command that runs a layout, of a configuration that these flags gave."""
-    ranks = layout.dp * layout.tensor_parallel * layout.context_parallel
-    nodes = -(-ranks // machine.per_node)
+    nodes = machine.nodes(layout.ranks)
     told = " ".join([*flags, *layout.flags(config)])
     if machine.device == "cpu" or nodes == 1:
-        return f"torchrun --nproc_per_node={ranks} train_mp.py {told}"
+        return f"torchrun --nproc_per_node={layout.ranks} train_mp.py {told}"
     return f"sbatch -N {nodes} submit_pm_mp.sh {told}"
 
 

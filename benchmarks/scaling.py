@@ -14,15 +14,12 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from matplotlib.figure import Figure
 
 from benchmarks.harness.command import errors_in_one_line, parser_of
 from benchmarks.harness.record import write_record
@@ -34,33 +31,31 @@ from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.ranking import best_of, bytes_of_sample, outlooks, outlooks_of, sketches
 from benchmarks.planner.study import MENDS, Job, best, checked, parameters_of, without_files
 from benchmarks.planner.whole_run import whole_run
+from benchmarks.scaling_report import GOALS, all_mends, draw, judged_table, section_tables
 from utils.config.reader import load_config
-from utils.measure.tables import markdown
 
 SECTIONS = ["bs64_opt", "mp", "mp_patch4", "hires"]
 MACHINES = ["perlmutter", "h100-ndr"]
 RANKS = [4, 16, 64, 256, 1024, 4096, 16384]
 WEAK, STRONG = 16, 64  # samples of a rank, and of all
 STEPS = 30_000
-SAMPLES = 58_000  # of forty years, every six hours: more are no batch
-GOALS = {"weak": 0.90, "strong": 0.70}
 MENDED = [("bs64_opt", "weak"), ("mp", "weak"), ("mp", "strong")]  # where it is asked what would help
 JUDGED = 64  # ranks on which other strategies are judged
 STAGES = 4
 
 
-def row_of(job: Job, outlook: Outlook, ideal: Outlook, first: int) -> dict[str, Any]:
+def row_of(job: Job, outlook: Outlook, ideal: Outlook, parameters: int) -> dict[str, Any]:
     """Return what a job takes, holds, reads and costs.
 
     Args:
-        ideal: the job on `first` ranks, if it waited for no file.
+        ideal: the first job, if it waited for no file.
+        parameters: of the model.
     """
-    cost = whole_run(outlook, job.machine, parameters_of(job.config), STEPS)
-    nodes = -(-job.ranks // job.machine.per_node)
+    cost, nodes = whole_run(outlook, job.machine, parameters, STEPS), job.machine.nodes(job.ranks)
     computing = outlook.seconds - outlook.parts["reading"]
     return {
         "ranks": job.ranks, "title": title(outlook.layout, job.config), "seconds": outlook.seconds,
-        "efficiency": ideal.pace * first / (outlook.pace * job.ranks), "samples": outlook.samples,
+        "efficiency": ideal.pace * ideal.layout.ranks / (outlook.pace * job.ranks), "samples": outlook.samples,
         "limit": outlook.limit, "bytes": outlook.bytes, "parts": outlook.parts, "cost": dataclasses.asdict(cost),
         "read": outlook.samples * bytes_of_sample(job.config) / computing / nodes,
     }  # fmt: skip
@@ -111,9 +106,9 @@ def _pipelines(job: Job) -> Iterator[tuple[Outlook, Outlook, int, int]]:
     """Yield pipelines as `strategies.pipeline` takes them, with parts of each size, saving memory in each way."""
     samples = job.config.global_batch_size * STAGES // job.ranks
     sizes = [n for n in range(1, samples + 1) if samples % n == 0]
+    alone = dataclasses.replace(checked(job).config, tensor_parallel=1, context_parallel=1)
     for saver in ("none", "mlp", "block"):
-        alone = checked(dataclasses.replace(job, ranks=1))
-        config = dataclasses.replace(alone.config, activation_checkpoint=saver, tensor_parallel=1, context_parallel=1)
+        config = dataclasses.replace(alone, activation_checkpoint=saver)
         (sketched,) = sketches(config, KEYS, (1, 1))
         for size in sizes:
             of_parts = [dataclasses.replace(config, global_batch_size=n * size, accumulation_steps=n) for n in (1, 2)]
@@ -141,11 +136,12 @@ def study(section: str, jobs: dict[tuple[str, str, int], Job]) -> dict[str, dict
     ideal = dict(zip(start, found))
     if unfit := [machine for (machine, _), outlook in ideal.items() if outlook is None]:
         raise ValueError(f"{section} does not fit on {first} rank(s) of {unfit[0]}: take more for the first job")
+    parameters = parameters_of(next(iter(jobs.values())).config)
     rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for ((machine, kind, _), job), outlook in zip(jobs.items(), found[len(start) :]):
         of_kind = rows.setdefault(machine, {}).setdefault(kind, [])
         if outlook is not None:
-            of_kind.append(row_of(job, outlook, ideal[machine, kind], first))
+            of_kind.append(row_of(job, outlook, ideal[machine, kind], parameters))
     return rows
 
 
@@ -153,104 +149,6 @@ def missed(rows: list[dict[str, Any]], kind: str) -> int | None:
     """Return on how many ranks a goal is missed first: in weak scaling on JUDGED or more."""
     reached = [row for row in rows if kind == "strong" or row["ranks"] >= JUDGED]
     return next((row["ranks"] for row in reached if row["efficiency"] < GOALS[kind]), None)
-
-
-def summary_table(studied: dict[str, Any], kind: str) -> str:
-    """Return the efficiencies of all jobs of a kind, and what limits each."""
-    counts = sorted({row["ranks"] for x in studied.values() for y in x.values() for row in y[kind]})
-    lines = []
-    for section, by_machine in studied.items():
-        for machine, kinds in by_machine.items():
-            told = {row["ranks"]: f"{row['efficiency']:.2f} {row['limit']}" for row in kinds[kind]}
-            lines.append([section, machine, *(told.get(n, "") for n in counts)])
-    return markdown(["section", "machine", *(f"{n:,}" for n in counts)], lines)
-
-
-def detail_table(rows: list[dict[str, Any]]) -> str:
-    """Return what each of some jobs takes, holds, reads, saves and loses."""
-    head = (
-        "GPUs, layout, ms a step, samples/s, efficiency, limit, GiB a GPU, GB/s a node to read, "
-        "a save: GB, its stall in ms, every, lost to failures, hours, GPU hours"
-    )
-    lines = []
-    for row in rows:
-        cost, ranks = row["cost"], row["ranks"]
-        lines.append([
-            f"{ranks:,}", row["title"], f"{1e3 * row['seconds']:.4g}", f"{row['samples'] / row['seconds']:,.4g}",
-            f"{row['efficiency']:.2f}", row["limit"], f"{row['bytes'] / 2**30:.3g}", f"{row['read'] / 1e9:.2g}",
-            f"{cost['saved'] / 1e9:.3g}", f"{1e3 * cost['stall']:.2g}", _duration(cost["interval"]),
-            f"{cost['lost']:.2%}", *_hours(row),
-        ])  # fmt: skip
-    return markdown(head.split(", "), lines)
-
-
-def _hours(row: dict[str, Any]) -> list[str]:
-    """Return the hours and GPU hours of a run; none of a batch that is larger than the data."""
-    hours = row["cost"]["hours"]
-    if row["samples"] > SAMPLES:
-        return ["", ""]
-    return ["never", "never"] if hours in (None, math.inf) else [f"{hours:,.3g}", f"{hours * row['ranks']:,.3g}"]
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None or math.isinf(seconds):
-        return ""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def mends_table(rows: list[dict[str, Any]]) -> str:
-    """Return what would make a job faster, the best first."""
-    return markdown(
-        ["", "times as fast", "efficiency"], ([x["mend"], f"{x['speed']:.2f}", f"{x['efficiency']:.2f}"] for x in rows)
-    )
-
-
-def all_mends(cases: dict[str, list[dict[str, Any]]]) -> str:
-    """Return what would make each of some jobs faster, with its name."""
-    return "\n\n".join(f"**{name}**\n\n{mends_table(rows)}" for name, rows in cases.items())
-
-
-def section_tables(by_machine: dict[str, Any]) -> str:
-    """Return all that a section's jobs take, hold and cost."""
-    return "\n\n".join(
-        f"**{kind} scaling, {machine}**\n\n{detail_table(rows)}"
-        for machine, kinds in by_machine.items()
-        for kind, rows in kinds.items()
-    )
-
-
-def judged_table(cases: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return what other strategies would bring: time and memory, over those of the fastest layout."""
-    names = dict.fromkeys(name for of_case in cases.values() for name in of_case)
-    rows = []
-    for name in names:
-        found = (of_case.get(name) for of_case in cases.values())
-        rows.append([name, *(f"{x['time']:.2f} / {x['memory']:.2f}" if x else "" for x in found)])
-    return markdown(["time / memory, at best", *cases], rows)
-
-
-def draw(studied: dict[str, Any], path: Path) -> None:
-    """Draw efficiency over GPUs: a row of panels for each kind, one for each machine."""
-    machines = list(next(iter(studied.values())))
-    figure = Figure(figsize=(5 * len(machines), 7), layout="constrained")
-    panels = figure.subplots(len(GOALS), len(machines), squeeze=False, sharex=True, sharey=True)
-    for (kind, goal), row in zip(GOALS.items(), panels):
-        for machine, axes in zip(machines, row):
-            for marker, (section, found) in zip(itertools.cycle("os^Dv*"), studied.items()):
-                rows = found[machine][kind]
-                axes.plot([x["ranks"] for x in rows], [x["efficiency"] for x in rows], marker=marker, label=section)
-            axes.set(xscale="log", title=f"{kind} scaling, {machine}")
-            axes.set_ylim(bottom=0)
-            axes.axhline(goal, color="grey", lw=1, ls="--")
-            axes.text(0, goal, f" goal {goal:.2f}", fontsize=8, va="bottom", transform=axes.get_yaxis_transform())
-            axes.set_xticks([x["ranks"] for x in rows], [f"{x['ranks']:,}" for x in rows], fontsize=8)
-            axes.minorticks_off()
-    for axes in panels[:, 0]:
-        axes.set_ylabel("efficiency")
-    for axes in panels[-1]:
-        axes.set_xlabel("ranks, one a GPU")
-    panels[0, 0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
 def parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -273,17 +171,19 @@ def main(argv: list[str]) -> None:
         studied[section] = study(section, of_section)
         print(f"\n# {section}\n\n{section_tables(studied[section])}", flush=True)
     helped, cases = {}, {}
-    for section, kind in itertools.product(studied, GOALS):
-        for machine in args.machine:
-            of_kind = {ranks: job for (m, k, ranks), job in jobs[section].items() if (m, k) == (machine, kind)}
-            if (section, kind) in MENDED and (ranks := missed(studied[section][machine][kind], kind)):
-                name = f"{section}, {kind} scaling, {ranks} ranks of {machine}"
-                helped[name] = mends(of_kind[ranks], without_files(of_kind[args.ranks[0]]))
-        if section in ("mp", "hires") and JUDGED in of_kind:
-            cases[f"{section}, batch {of_kind[JUDGED].config.global_batch_size:,}"] = judged(of_kind[JUDGED])
-    for told in (all_mends(helped), judged_table(cases)):
-        print(f"\n{told}")
-    write_record(args.json, figures_of(studied), {}, study=studied, mends=helped, judged=cases, on=args.machine[-1])
+    for (section, kind), machine in itertools.product(MENDED, args.machine):
+        if section in studied and (ranks := missed(studied[section][machine][kind], kind)):
+            of_section, name = jobs[section], f"{section}, {kind} scaling, {ranks} ranks of {machine}"
+            first = without_files(of_section[machine, kind, args.ranks[0]])
+            helped[name] = mends(of_section[machine, kind, ranks], first)
+    newest = args.machine[-1]
+    for section, kind in itertools.product(("mp", "hires"), GOALS):
+        if job := jobs.get(section, {}).get((newest, kind, JUDGED)):
+            cases[f"{section}, batch {job.config.global_batch_size:,}"] = judged(job)
+    print(f"\n{all_mends(helped)}")
+    if cases:
+        print(f"\n{JUDGED} ranks of {newest}\n\n{judged_table(cases)}")
+    write_record(args.json, figures_of(studied), {}, study=studied, mends=helped, judged=cases, judged_on=newest)
     draw(studied, args.json.with_suffix(".png"))
 
 

@@ -28,6 +28,7 @@ from benchmarks import (  # noqa: E402
     optimizers,
     plan,
     scaling,
+    scaling_report,
     simulate,
     skill,
     step,
@@ -125,7 +126,7 @@ def verdict() -> str:
 
 def section_tables(section: str) -> str:
     """Return what all jobs of a section take, hold and cost."""
-    return scaling.section_tables(record("scaling")["study"][section])
+    return scaling_report.section_tables(record("scaling")["study"][section])
 
 
 TABLES = {
@@ -150,10 +151,10 @@ TABLES = {
     "optimizers.table": lambda: optimizers.table(*measured("optimizers")),
     "plan.front": lambda: plan.table(record("plan_mp")["front"]),
     "plan.others": lambda: plan.others_table(record("plan_mp")["others"]),
-    "scaling.judged": lambda: scaling.judged_table(record("scaling")["judged"]),
-    "scaling.mends": lambda: scaling.all_mends(record("scaling")["mends"]),
-    "scaling.strong": lambda: scaling.summary_table(record("scaling")["study"], "strong"),
-    "scaling.weak": lambda: scaling.summary_table(record("scaling")["study"], "weak"),
+    "scaling.judged": lambda: scaling_report.judged_table(record("scaling")["judged"]),
+    "scaling.mends": lambda: scaling_report.all_mends(record("scaling")["mends"]),
+    "scaling.strong": lambda: scaling_report.summary_table(record("scaling")["study"], "strong"),
+    "scaling.weak": lambda: scaling_report.summary_table(record("scaling")["study"], "weak"),
     "skill.demo": lambda: skill.table(record("skill_demo")["cases"], "demo"),
     "ensembles": lambda: ensembles.table(record("ensembles")["cases"]),
     "skill.era5_djf": lambda: skill.table(record("skill_era5_djf")["cases"], "era5_djf"),

@@ -34,6 +34,10 @@ class Layout:
     shard: str = "none"
     accumulation_steps: int = 1
 
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tensor_parallel * self.context_parallel
+
     def flags(self, config: Config | None = None) -> list[str]:
         """Return the flags that say so, without those that are as in a configuration, or as by default."""
         found = []

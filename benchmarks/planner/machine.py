@@ -60,7 +60,7 @@ class Machine:
         sources: where each figure comes from.
         filesystem: bytes per second that all nodes together read or write; None where nobody knows: no bound.
         failures: how many of a rank's device, and of what goes with it, end a job in an hour; None where nobody knows.
-        restart: seconds from such an end to the next step: to find the node, to start, to load.
+        restart: seconds from such an end to the next step: to find the node, to start, to load; None counts as 0.
     """
 
     name: str
@@ -81,6 +81,10 @@ class Machine:
     filesystem: float | None = None
     failures: float | None = None
     restart: float | None = None
+
+    def nodes(self, ranks: int) -> int:
+        """Return how many nodes have so many ranks."""
+        return -(-ranks // self.per_node)
 
     def stored(self, nodes: int) -> float:
         """Return the bytes per second that so many nodes read, or write, together; infinite where nobody knows."""

@@ -129,10 +129,8 @@ class Estimate:
         machine, parts = self.machine, dict(work.seconds)
         host = work.count * machine.host
         parts["host"] = max(host - work.total, 0.0) if self.is_gpu else host
-        ranks = groups["dp"].ranks * groups["tp-cp"].ranks
-        parts["slowest"] = sum(parts.values()) * tail(machine.noise, ranks)
-        nodes = -(-ranks // machine.per_node)
-        reading = self.read * self.readers(layout, groups) / machine.stored(nodes)
+        parts["slowest"] = sum(parts.values()) * tail(machine.noise, layout.ranks)
+        reading = self.read * self.readers(layout, groups) / machine.stored(machine.nodes(layout.ranks))
         copying = self.batch / machine.copy if machine.copy else 0.0
         beside = sum(parts.values()) if self.config.num_data_workers else 0.0  # workers read ahead
         parts["reading"] = max(reading - beside, 0.0)

@@ -39,14 +39,12 @@ def whole_run(outlook: Outlook, machine: Machine, parameters: int, steps: int) -
     is written, or a step is done. What a save costs is the copy to the host; a thread writes it while training goes
     on. A failure costs half an interval, what was being written, and a start. Validations do not count.
     """
-    layout = outlook.layout
-    ranks = layout.dp * layout.tensor_parallel * layout.context_parallel
-    nodes = -(-ranks // machine.per_node)
+    ranks = outlook.layout.ranks
     average = outlook.memory.get("average", 0.0)
     held = 1.5 * outlook.memory["optimiser"] + average  # two moments, and the weights
     saved = 4 * parameters * (4 if average else 3)
     stall = held / (machine.copy or at(machine.moving[""], 2 * held) / 2)
-    written = saved / machine.stored(nodes)
+    written = saved / machine.stored(machine.nodes(ranks))
     if machine.failures is None:
         between, interval, lost = math.inf, math.inf, 0.0
     else:

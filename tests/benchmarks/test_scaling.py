@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks import scaling
+from benchmarks import scaling, scaling_report
 from benchmarks.planner import strategies
 from benchmarks.planner.layouts import Layout, is_taken, models, shards_of
 from benchmarks.planner.machine import load_machine
@@ -197,7 +197,10 @@ def test_strategies_are_judged_where_they_can_be(tmp_path, monkeypatch):
     odd = replace(job, config=config_of(tmp_path, "--global_batch_size=8", "--embed_dim=48", "--num_heads=3"))
     assert "tp 4, sent while it computes" not in scaling.judged(odd)
     assert scaling.judged(replace(job, machine=replace(A100, memory=A100.beside + 1))) == {}
-    assert scaling.judged_table({"a": found, "b": {}}).count("\n") == 7 and scaling.judged_table({}).count("\n") == 1
+    assert (
+        scaling_report.judged_table({"a": found, "b": {}}).count("\n") == 7
+        and scaling_report.judged_table({}).count("\n") == 1
+    )
 
 
 def study(folder, *flags):
@@ -222,8 +225,8 @@ def test_a_study_from_end_to_end(tmp_path):
     # A sample has two frames of 8 x 64 x 128 numbers.
     computing = weak[1]["seconds"] - weak[1]["parts"]["reading"]
     assert weak[1]["read"] == pytest.approx(32 * 2 * 8 * 64 * 128 * 4 / computing)
-    assert scaling.section_tables(record["study"]["demo"]) in done.stdout
-    assert scaling.summary_table(record["study"], "weak").count("\n") == 2
+    assert scaling_report.section_tables(record["study"]["demo"]) in done.stdout
+    assert scaling_report.summary_table(record["study"], "weak").count("\n") == 2
     assert record["figures"]["demo, weak, 2 of perlmutter: efficiency"] == weak[1]["efficiency"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
@@ -246,10 +249,10 @@ def test_hours_are_told_of_runs_that_there_can_be():
     """Not of one that failures never let end, nor of a batch that is larger than the data."""
     row = {"ranks": 4, "title": "t", "seconds": 1.0, "samples": 4, "efficiency": 0.5, "limit": "links", "bytes": 1.0}
     row |= {"read": 1.0, "cost": {"saved": 1.0, "stall": 0.1, "interval": None, "lost": 1.0, "hours": None}}
-    assert "| never | never |" in scaling.detail_table([row])
-    huge = row | {"samples": scaling.SAMPLES + 1, "cost": row["cost"] | {"hours": 1.0}}
-    assert scaling.detail_table([huge]).endswith("|  |  |")
-    assert "| 1 | 4 |" in scaling.detail_table([huge | {"samples": 4}])
+    assert "| never | never |" in scaling_report.detail_table([row])
+    huge = row | {"samples": scaling_report.SAMPLES + 1, "cost": row["cost"] | {"hours": 1.0}}
+    assert scaling_report.detail_table([huge]).endswith("|  |  |")
+    assert "| 1 | 4 |" in scaling_report.detail_table([huge | {"samples": 4}])
 
 
 def test_a_model_that_fits_on_no_first_job_is_said(tmp_path):

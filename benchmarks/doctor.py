@@ -204,10 +204,12 @@ def planning(path: Path, device: torch.device, nproc: int, storage: float | None
     best = {dtype: max(rate for _, rate in curve) for dtype, curve in found["products"].items()}
     told = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in best.items())
     yield Line(f"matrix products of steps reach {told} on each of {nproc} rank(s) at once")
-    noise = found["noise"]
-    busy = "others compute here: measure again when it is quiet" if noise > 0.05 else None
+    noise, drift = found["noise"], found["drift"]
+    busy = "others compute here: measure again when it is quiet" if max(noise, drift) > 0.05 else None
     yield Line(
-        f"an operation takes the host {1e6 * found['host']:.1f} us; the time of a step varies by {noise:.1%}", busy
+        f"an operation takes the host {1e6 * found['host']:.1f} us; the time of a step varies by {noise:.1%}, "
+        f"and by {drift:.1%} over the minute that this took",
+        busy,
     )
     yield Line(f"kept in {path}: python benchmarks/plan.py --machine {path} --ranks {nproc}, with these flags")
 

@@ -185,9 +185,10 @@ def errors(machine: Machine) -> str:
         return "How far off this is was not measured: make plan-check."
     where = "here" if machine.source == "measured" else "published"
     about = "runs on two CPU cores" if where == "here" else "published runs on A100"
+    drift = f" The machine drifted by {machine.drift:.0%} while it was measured." if machine.drift else ""
     return (
         f"How far off is this? Of {figures[f'{where}: runs']:.0f} {about}, predicted times were off by "
-        f"{figures[f'{where}: median error']:.0%} (median), {figures[f'{where}: worst error']:.0%} at worst."
+        f"{figures[f'{where}: median error']:.0%} (median), {figures[f'{where}: worst error']:.0%} at worst.{drift}"
     )
 
 

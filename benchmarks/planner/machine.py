@@ -61,6 +61,8 @@ class Machine:
         filesystem: bytes per second that all nodes together read or write; None where nobody knows: no bound.
         failures: how many of a rank's device, and of what goes with it, end a job in an hour; None where nobody knows.
         restart: seconds from such an end to the next step: to find the node, to start, to load; None counts as 0.
+        drift: how far the machine's steps lay apart over the minutes that it was measured: half their range over their
+            median; None where it was not.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Machine:
     filesystem: float | None = None
     failures: float | None = None
     restart: float | None = None
+    drift: float | None = None
 
     def nodes(self, ranks: int) -> int:
         """Return how many nodes have so many ranks."""
@@ -160,7 +163,7 @@ def machine_of(found: dict[str, Any]) -> Machine:
     if machine.device not in ("cpu", "cuda"):
         raise ValueError(f"device is {machine.device!r}: cpu or cuda")
     figures = [getattr(machine, name) for name in ("per_node", "memory", "beside", "host", "noise")]
-    optional = ("copy", "storage", "filesystem", "failures", "restart")
+    optional = ("copy", "storage", "filesystem", "failures", "restart", "drift")
     figures += [x for name in optional if (x := getattr(machine, name)) is not None]
     figures += [x for link in machine.links.values() for x in (link.alpha, link.bandwidth)]
     for curve in curves(machine):

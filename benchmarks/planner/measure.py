@@ -52,7 +52,8 @@ MODELS = {
     ],
 }  # fmt: skip
 MODES = {"cpu": ("none", "bf16"), "cuda": ("none", "tf32", "bf16", "fp16")}  # all models in the first, some in others
-STEPS, ROUNDS, CALLS, LIMIT = 5, 3, 7, 300  # LIMIT: seconds of the whole
+STEPS, CALLS, LIMIT = 5, 7, 300  # LIMIT: seconds of the whole
+ROUNDS, STEADY = (3, 8), 45  # least and most rounds of steps; between them as many as fit into so many seconds
 CACHES = {"cpu": 2**25, "cuda": 2**27}  # bytes, more than they hold of what was there before
 SIZES = {"cpu": (2**10, 2**14, 2**18, 2**21, 2**24), "cuda": (2**10, 2**14, 2**18, 2**22, 2**25, 2**28)}  # bytes
 
@@ -145,14 +146,26 @@ def spread_of(values: list[float]) -> float:
     return 1.4826 * statistics.median(abs(x - middle) for x in values) / middle
 
 
-def best_steps(device: torch.device, local_rank: int) -> Iterator[Steps]:
-    """Yield the steps of each model: of some rounds, minutes of a machine that others may slow down, the fastest."""
+def best_steps(device: torch.device, local_rank: int) -> tuple[list[Steps], float]:
+    """Return the steps of each model, and how far rounds of them lay apart.
+
+    Of some rounds, minutes of a machine that others may slow down, each model's fastest is taken. Apart is half the
+    range of a model's rounds over their median; of all models the median.
+    """
     first, *modes = MODES[device.type]
     models = [(model, first) for model in MODELS[device.type]]
     models += [(model, mode) for mode in modes for model in MODELS[device.type][1::2]]
     benches = [Bench(flags_of(model, mode, device.type), local_rank) for model, mode in models]
-    rounds = [[time_steps(bench) for bench in benches] for _ in range(ROUNDS)]
-    yield from (min(of_model, key=lambda steps: steps.step) for of_model in zip(*rounds))
+    least, most = ROUNDS
+    begin = time.perf_counter()
+    rounds = [[time_steps(bench) for bench in benches]]
+    fitting = STEADY / max(gathered([time.perf_counter() - begin]))
+    rounds += [[time_steps(bench) for bench in benches] for _ in range(round(min(max(fitting, least), most)) - 1)]
+    apart = []
+    for of_model in zip(*rounds):
+        steps = [found.step for found in of_model]
+        apart.append((max(steps) - min(steps)) / 2 / statistics.median(steps))
+    return [min(of_model, key=lambda found: found.step) for of_model in zip(*rounds)], statistics.median(apart)
 
 
 def flags_of(model: tuple[int, ...], mode: str, device: str) -> list[str]:
@@ -170,7 +183,8 @@ def computing(device: torch.device, local_rank: int) -> dict[str, Any]:
     """Return what ranks reach that compute at once: products, attention, moving, host and noise of a machine."""
     products, attention, moving = Curves(), Curves(), Curves()
     host, noises = 0.0, []
-    for found in best_steps(device, local_rank):
+    best, drift = best_steps(device, local_rank)
+    for found in best:
         operations, seconds, step = found.operations, found.seconds, found.step
         if device.type == "cuda":  # what it takes to ask for an operation, and to wait for it
             launch = min(seconds)
@@ -199,7 +213,7 @@ def computing(device: torch.device, local_rank: int) -> dict[str, Any]:
         by_dtype[dtype][name] = curve
     return {
         "products": dict(products.curves()), "attention": by_dtype, "moving": dict(moving.curves()),
-        "host": host, "noise": max(statistics.median(noises), 1e-4),
+        "host": host, "noise": max(statistics.median(noises), 1e-4), "drift": drift,
     }  # fmt: skip
 
 

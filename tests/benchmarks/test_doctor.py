@@ -256,6 +256,15 @@ def test_sockets_between_nodes(monkeypatch):
         assert len(found) == len(expected) and all(text in line for text, line in zip(expected, found))
 
 
+@pytest.mark.parametrize("noise, drift, is_quiet", [(0.01, 0.02, True), (0.06, 0.02, False), (0.01, 0.06, False)])
+def test_a_machine_that_others_use(monkeypatch, tmp_path, noise, drift, is_quiet):
+    """Steps that vary, or change over the minute of a measurement, make a machine's file that is not to be trusted."""
+    found = {"products": {"float32": [[1, 1e12]]}, "host": 5e-6, "noise": noise, "drift": drift}
+    monkeypatch.setattr(doctor, "measure", lambda *_: found)
+    told = changes(doctor.planning(tmp_path / "machine.json", torch.device("cpu"), 2, None))
+    assert is_quiet is not any("measure again when it is quiet" in line for line in told)
+
+
 def test_peer_to_peer_that_is_slower(monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(doctor, "measure_collectives", lambda *args, **env: speeds(tp=2.0 if env else 1.0))

@@ -354,6 +354,7 @@ def test_a_machine_is_measured_by_its_ranks(tmp_path):
         assert done.returncode == 0, done.stderr
     machine = load_machine(str(tmp_path / "machine.json"))
     assert (machine.device, machine.per_node, machine.source) == ("cpu", 2, "measured")
+    assert 0 < machine.drift < 1 and "drifted by" in plan.errors(machine) and "drifted" not in plan.errors(A100)
     assert {"add", "native_layer_norm", "gelu", "_fused_adam_", ""} <= machine.moving.keys()
     assert set(machine.links["node"].collectives) == {
         f"{kind} 2" for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

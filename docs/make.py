@@ -34,6 +34,7 @@ from benchmarks import (  # noqa: E402
     step,
 )
 from docs.figures import roofline  # noqa: E402
+from exercises import check as exercises  # noqa: E402
 from utils.measure import advice  # noqa: E402
 from utils.measure.tables import markdown  # noqa: E402
 
@@ -129,6 +130,29 @@ def section_tables(section: str) -> str:
     return scaling_report.section_tables(record("scaling")["study"][section])
 
 
+def exercise_table() -> str:
+    """Return what there is to do, after which part of a chapter."""
+    rows = []
+    for name in exercises.EXERCISES:
+        checks = exercises.checks_of(name)
+        page = checks.AFTER.partition("-")[0]
+        after = f"[chapter {page}]({checks.AFTER})"
+        rows.append([f"[{name}](../exercises/{name}.py)", exercises.title_of(name), after, str(checks.MINUTES)])
+    return markdown(["file", "what to do", "after", "minutes"], rows)
+
+
+def exercise_hints() -> str:
+    """Return the hints of all exercises, each folded into the one before it."""
+    lines = []
+    for name in exercises.EXERCISES:
+        lines += [f"### {name}", ""]
+        hints = exercises.hints_of(name)
+        for i, hint in enumerate(hints, 1):
+            lines += [f"<details><summary>Hint {i} of {len(hints)}</summary>", "", hint, ""]
+        lines += ["</details>"] * len(hints) + [""]
+    return "\n".join(lines)
+
+
 TABLES = {
     "advice.doctor": lambda: advice.table("doctor"),
     "advice.memory": lambda: advice.table("memory"),
@@ -138,6 +162,8 @@ TABLES = {
     "certificate.summary": lambda: record("certificate")["summary"] + ".",
     "checkpoint.table": checkpoint_table,
     "era5.skill": era5_skill,
+    "exercises.hints": exercise_hints,
+    "exercises.table": exercise_table,
     "faults.faults": fault_table,
     "faults.grids": grid_table,
     "faults.layouts": layout_table,

@@ -1,84 +1,71 @@
-"""The exercises: the solution is right, the empty form is not, and usual mistakes get their hint."""
+"""The exercises: solutions are right, empty forms say where to begin, and what people answer gets its hint."""
 
 import subprocess
 import sys
 
 import pytest
 
+from exercises import check
+from tests.exercises.mistakes import MISTAKES
 from tests.helpers import ROOT
 
-FOLDER = ROOT / "docs/exercises"
+FOLDER = ROOT / "exercises"
 
 
-RIGHT = {
-    "tensor_parallel_mlp": 10,  # what is right, on 2 and on 4 ranks
-    "owned_adam": 8,
-}
+def checked(path, capsys):
+    """Return the exit code of a check, and what it printed."""
+    code = check.main([str(path)])
+    told = capsys.readouterr()
+    return code, told.out + told.err
 
 
-def check(path):
-    command = [sys.executable, str(FOLDER / "check.py"), str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=580)
+@pytest.mark.parametrize("name", check.EXERCISES)
+def test_the_solution_is_right(name, capsys):
+    code, told = checked(FOLDER / f"solutions/{name}.py", capsys)
+    assert code == 0 and told.count("  right: ") >= 3 and told.endswith("all right\n"), told
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RIGHT)
-def test_the_solution_is_right(name):
-    done = check(FOLDER / f"{name}_solution.py")
-    told = done.stdout + done.stderr
-    assert done.returncode == 0 and done.stdout.count("  right: ") == RIGHT[name] and "all right" in done.stdout, told
+@pytest.mark.parametrize("name", check.EXERCISES)
+def test_the_empty_form_says_where_to_begin(name, capsys):
+    code, told = checked(FOLDER / f"{name}.py", capsys)
+    assert code == 1 and "not yet: TODO 1" in told, told
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_the_empty_form_says_where_to_begin(name):
-    done = check(FOLDER / f"{name}.py")
-    assert done.returncode == 1 and "not yet: TODO 1" in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("name", check.EXERCISES)
+def test_a_mistake_gets_its_hint(tmp_path, name, capsys):
+    """Each on the least number of ranks: one of them, or two."""
+    assert len(MISTAKES[name]) >= 3
+    text = (FOLDER / f"solutions/{name}.py").read_text()
+    size = min(getattr(check.checks_of(name), "SIZES", (1,)))
+    for i, (right, wrong, hint) in enumerate(MISTAKES[name]):
+        assert text.count(right) == 1, right
+        path = tmp_path / f"mine_{i}.py"
+        path.write_text(text.replace(right, wrong.replace("{size}", str(size))))
+        code, told = checked(path, capsys)
+        assert code == 1 and hint.replace("{size}", str(size)) in told, f"{wrong}\n{told}"
 
 
-MLP, ADAM = RIGHT
+def test_each_has_hints_and_minutes(capsys):
+    assert check.main([]) == 0
+    told = capsys.readouterr().out
+    for name in check.EXERCISES:
+        assert f"exercises/{name}.py" in told and len(check.hints_of(name)) >= 3
+        assert 10 <= check.checks_of(name).MINUTES <= 60
+    assert check.main([str(FOLDER / "late_rank.py"), "--hint", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "1 of 5" in told and "2 of 5" in told and "3 of 5" not in told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, right, wrong, hint",
+    "text, told",
     [
-        (MLP, "dist.all_reduce(x)", "pass", "y is a part of a sum"),
-        (MLP, "        return Reduce.apply(", "        x = Reduce.apply(", "forward returns nothing"),
-        (MLP, "dist.all_reduce(grad)", "pass", "lacks what the other ranks' hidden units give"),
-        (
-            MLP,
-            "        return grad\n\n\nclass ParallelMLP",
-            "        return 2 * grad\n\n\nclass ParallelMLP",
-            "the gradient of x is 2 times too large",
-        ),
-        (MLP, "self.fc2_weight)) + self.fc2_bias", "self.fc2_weight, self.fc2_bias))", "fc2's bias 2 times"),
-        (MLP, "fc2.weight.chunk(size, dim=1)", "fc2.weight.chunk(size, dim=0)", "B is cut along its inputs"),
-        (ADAM, ", op=dist.ReduceOp.AVG", "", "the gradient is 2 times the mean: a sum"),
-        (ADAM, "        self.own.grad = mean\n", "", "self.own has no gradient"),
-        (ADAM, "            p.data.copy_(x.view_as(p))", "            pass", "what the owners computed must come back"),
-        (ADAM, "row.chunk(self.size)[self.rank].clone()", "row.clone()", "owns 36 numbers of 35, and 18 are its part"),
-        (
-            ADAM,
-            "chunk(self.size)[self.rank]",
-            "chunk(self.size)[self.rank - 1]",
-            "is not its stretch of the row",
-        ),
-        (
-            ADAM,
-            "        self.own.grad = mean\n",
-            "        self.own.grad = mean\n        dist.all_reduce(torch.ones(1))\n",
-            "one reduce-scatter and one all-gather are enough",
-        ),
+        ("x = 1\n", "has none of Prefetcher, "), ("def attend(:\n", "is not Python yet: line 1"),
+        (None, "cannot read"), ("\0", "is not Python"),
     ],
-)
-def test_a_mistake_gets_its_hint(tmp_path, name, right, wrong, hint):
-    text = (FOLDER / f"{name}_solution.py").read_text()
-    (tmp_path / "mine.py").write_text(text.replace(right, wrong))
-    done = check(tmp_path / "mine.py")
-    assert text.count(right) == 1 and done.returncode == 1 and hint in done.stdout, done.stdout + done.stderr
-
-
-def test_a_file_of_no_exercise(tmp_path):
-    (tmp_path / "mine.py").write_text("x = 1\n")
-    done = check(tmp_path / "mine.py")
-    assert done.returncode == 1 and "has neither a ParallelMLP nor an OwnedAdam" in done.stdout, done.stdout
+)  # fmt: skip
+def test_nothing_to_check(tmp_path, text, told):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    done = subprocess.run([sys.executable, str(FOLDER / "check.py"), str(path)], capture_output=True, text=True)
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr

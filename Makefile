@@ -7,6 +7,8 @@
 # make doctor   is this machine ready?   ARGS="--config=base --nproc 4" looks at another section, on 4 ranks
 # make plan     which layout?      PLAN="--config=mp --machine perlmutter --ranks 64"
 # make ladder   what does each optimisation bring here? The same ARGS
+# make quiz     predict what a flag brings, then measure it
+# make site     the pages as a site, in build/site; make site-serve shows it while you write
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
 #         faults, soak, slurm (interrupted runs), plan-check, skill, simulate, benchmark, figures, docs (the figures in the pages)
 #
@@ -19,19 +21,21 @@ ifeq ($(VENV),system)
 PYTHON ?= python3
 READY :=
 TOOLS :=
+SITE :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/installed
 TOOLS := $(VENV)/tools-installed
+SITE := $(VENV)/site-installed
 endif
 
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test test-all test-gpu lint format readme docs doctor plan plan-check scaling ladder figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
+.PHONY: help demo test test-all test-gpu lint format readme docs doctor plan plan-check scaling ladder quiz site site-serve notebooks figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -11
+	@sed -n 's/^# //p' Makefile | head -13
 
 demo: data/demo
 	$(PYTHON) train.py --config=demo
@@ -91,6 +95,21 @@ scaling: $(TOOLS)
 ladder: data/demo
 	$(PYTHON) benchmarks/ladder.py $(ARGS)
 
+# Five minutes; QUIZ="bf16 tp2" asks some of the questions.
+quiz: data/demo
+	$(PYTHON) exercises/quiz.py $(QUIZ)
+
+# Every warning of MkDocs is an error here.
+site: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+site-serve: $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs serve
+
+# Runs the notebooks from top to bottom, with what make demo trained; their outputs are not kept.
+notebooks: $(TOOLS)
+	$(PYTHON) -m pytest --nbmake notebooks utils/check_rank_generator.ipynb
+
 # Runs every laptop command of README.md and of the chapters, as written: some minutes. ITERATIONS=20 ends each after so many.
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py $(ITERATIONS)
@@ -113,6 +132,7 @@ figures: demo $(TOOLS)
 	cp runs/demo/1GPU/00/evaluation/pictures/scorecard_model.png docs/figures/demo_scorecard.png
 	cp runs/demo/1GPU/00/evaluation/pictures/spectra_vor_upper.png docs/figures/demo_spectra.png
 	$(PYTHON) docs/example_logs/make.py
+	$(PYTHON) docs/example_logs/checkers.py
 	$(PYTHON) docs/figures/trace.py
 	$(PYTHON) docs/figures/ranks.py
 	$(PYTHON) docs/figures/tensorboard.py
@@ -173,9 +193,13 @@ $(VENV)/installed: requirements.txt
 	$(COMPILE)
 	touch $@
 
+$(VENV)/site-installed: requirements-site.txt $(READY)
+	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-site.txt
+	touch $@
+
 # The tests' tools, and every extra that they try; of Holistic Trace Analysis not JupyterLab, which only shows it.
-$(VENV)/tools-installed: requirements-dev.txt requirements-dali.txt requirements-prepare.txt requirements-mlflow.txt \
-    requirements-maps.txt $(READY)
+$(VENV)/tools-installed: requirements-dev.txt requirements-tools.txt requirements-dali.txt requirements-prepare.txt \
+    requirements-mlflow.txt requirements-maps.txt requirements-site.txt $(READY)
 	@echo "Installing the tools of the tests, and every extra that they try, into $(VENV): 2 GB more"
 	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
 	$(PYTHON) -m pip install --disable-pip-version-check -q --no-deps HolisticTraceAnalysis==0.5.0

@@ -48,16 +48,23 @@ def tensorboard(*arguments: str) -> Iterator[str]:
             process.wait()
 
 
-def look(browser: str, address: str, picture: Path | None = None, seconds: int = 20) -> str:
-    """Open a page, wait for what it loads, and take a picture of it, or return its document."""
+def look(
+    browser: str, address: str, picture: Path | None = None, seconds: int = 20, size: tuple[int, int] = (1400, 900)
+) -> str:
+    """Open a page in a window of so many points, wait for what it loads, and return its document.
+
+    With a picture, take that, and return what the page wrote to the console.
+    """
     with tempfile.TemporaryDirectory() as profile:
         command = [
             browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-            f"--user-data-dir={profile}", "--window-size=1400,900", f"--virtual-time-budget={1000 * seconds}",
+            f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", "--enable-logging=stderr",
+            f"--virtual-time-budget={1000 * seconds}",
         ]  # fmt: skip
         command += [f"--screenshot={picture}" if picture else "--dump-dom", address]
         env = os.environ | {"HOME": profile}
-        return subprocess.run(command, env=env, check=True, capture_output=True, timeout=180, text=True).stdout
+        done = subprocess.run(command, env=env, check=True, capture_output=True, timeout=180, text=True)
+        return "\n".join(x for x in done.stderr.splitlines() if "CONSOLE" in x) if picture else done.stdout
 
 
 def main() -> None:

@@ -114,7 +114,7 @@ notebooks: $(TOOLS)
 readme: data/demo
 	PYTHON=$(PYTHON) $(PYTHON) tests/readme_commands.py $(ITERATIONS)
 
-# Rewrites the figures and tables of the pages from the records of the benchmarks.
+# Rewrites the figures and tables of the pages from the records, and says which are older than what they measure.
 docs: $(READY)
 	$(PYTHON) docs/make.py
 

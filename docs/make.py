@@ -1,4 +1,4 @@
-"""Rewrite what README.md and the pages beside this file take from records: `make docs`.
+"""Rewrite what README.md and the pages beside this file take from records, and say which are old: `make docs`.
 
     <!-- from: step.table -->                        until <!-- end -->: what TABLES has under this name
     <!-- figure: checkpoint; load, s; .1f -->        a figure of benchmarks/results/checkpoint.json, in this format
@@ -33,6 +33,7 @@ from benchmarks import (  # noqa: E402
     skill,
     step,
 )
+from docs.ages import ages  # noqa: E402
 from docs.figures import roofline  # noqa: E402
 from exercises import check as exercises  # noqa: E402
 from utils.measure import advice  # noqa: E402
@@ -210,3 +211,4 @@ def rewritten(page: str) -> str:
 if __name__ == "__main__":
     for path in PAGES:
         path.write_text(rewritten(path.read_text()))
+    print(*ages(), sep="\n")

@@ -45,19 +45,23 @@ class Question:
     why: str
 
 
+def training_samples() -> int:
+    """Return how many there are."""
+    return len(WeatherData(load_config(FLAGS)[0].with_batches(1)).train_pairs)
+
+
 def speeds(flags: tuple[str, ...], ranks: int = 1) -> list[float]:
     """Return how many times the samples per second of the plain run each of some rounds has."""
     batch = load_config(FLAGS)[0].global_batch_size
     rungs = Rung("quiz", "plain", PLAIN, batch), Rung("quiz", "asked", (*PLAIN, *flags), batch * ranks, ranks=ranks)
-    samples = len(WeatherData(load_config(FLAGS)[0].with_batches(1)).train_pairs)
-    ratios = []
+    samples, ratios = training_samples(), []
     for _ in range(ROUNDS):
         found = []
         for rung in rungs:
             with tempfile.TemporaryDirectory() as folder:
                 result = run(rung, FLAGS, ITERATIONS, samples, Path(folder), LIMIT)
             if "samples_per_sec" not in result:
-                raise ValueError(f"{' '.join(flags)} does not run here: {result}")
+                raise ValueError(f"{' '.join(rung.flags)} does not run here: {', '.join(map(str, result.values()))}")
             found.append(result["samples_per_sec"])
         ratios.append(found[1] / found[0])
     return ratios

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from docs import make
+from docs import ages, make
 from docs.figures import vit
 from tests.helpers import ROOT
 from tests.readme_commands import PAGES as CHAPTERS
@@ -73,6 +73,29 @@ def test_what_a_record_says_is_written():
     assert make.rewritten(page) == page.replace(">1<", f">{grids}<").replace("old", make.verdict())
     with pytest.raises(KeyError):
         make.rewritten("<!-- from: of.nothing --><!-- end -->")
+
+
+def test_records_that_are_older_than_the_code(tmp_path):
+    """By the commits of the files; each record is known."""
+    names = {path.stem for path in (ROOT / "benchmarks/results").glob("*.json")}
+    assert names == set(ages.MEASURES)
+    for code in ages.MEASURES.values():
+        assert all((ROOT / path).exists() for path in code)
+
+    def commit(path, text):
+        (tmp_path / path).write_text(text)
+        ages.git(tmp_path, "add", path)
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        ages.git(tmp_path, *who, "commit", "-m", "x", "--", path)
+
+    ages.git(tmp_path, "init")
+    commit("code.py", "1")
+    commit("record.json", "1")
+    assert ages.changed_since(tmp_path, "record.json", ("code.py",))[1] == []
+    commit("other.py", "1")
+    commit("code.py", "2")
+    assert ages.changed_since(tmp_path, "record.json", ("code.py",))[1] == ["code.py"]
+    assert ages.changed_since(tmp_path, "nothing.json", ("code.py",)) is None
 
 
 def test_the_records_are_good_enough():

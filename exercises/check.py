@@ -97,8 +97,7 @@ def run(name: str, path: str, rank: int, size: int, folder: str, told: multiproc
 
 def on_ranks(name: str, path: str, size: int, folder: str) -> str | None:
     """Check on `size` ranks; print what is right, and return what is wrong on the first that says so, or None."""
-    context = multiprocessing.get_context("forkserver")  # PyTorch is loaded once, not by each rank
-    context.set_forkserver_preload(["exercises.checks.common"])
+    context = multiprocessing.get_context("forkserver")
     told = context.Queue()
     ranks = [context.Process(target=run, args=(name, path, r, size, folder, told), daemon=True) for r in range(size)]
     for process in ranks:
@@ -168,4 +167,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["exercises.checks.common"])  # PyTorch is loaded once, and not by each rank
     sys.exit(main(sys.argv[1:]))

@@ -87,7 +87,7 @@ def run(name: str, path: str, rank: int, size: int, folder: str, told: multiproc
         checks_of(name).check(path, rank, size)
         wrong = None
     except (common.Wrong, NotImplementedError) as error:
-        wrong = str(error)
+        wrong = str(error) or "a place is not filled in yet: NotImplementedError"
     except BaseException as error:  # sys.exit in a solution as well
         wrong = f"{type(error).__name__}: {error}"
     told.put(("wrong" if wrong else "done", wrong))

@@ -45,6 +45,13 @@ def test_a_mistake_gets_its_hint(tmp_path, name, capsys):
         assert code == 1 and hint.replace("{size}", str(size)) in told, f"{wrong}\n{told}"
 
 
+@pytest.mark.parametrize("body, told", [("raise NotImplementedError", "not filled in yet"), ("exit()", "SystemExit")])
+def test_what_ends_without_a_word_is_not_right(tmp_path, capsys, body, told):
+    (tmp_path / "mine.py").write_text(f"class Prefetcher:\n    def __init__(self, *_):\n        {body}\n")
+    code, said = checked(tmp_path / "mine.py", capsys)
+    assert code == 1 and told in said, said
+
+
 def test_each_has_hints_and_minutes(capsys):
     assert check.main([]) == 0
     told = capsys.readouterr().out

@@ -15,8 +15,11 @@ import urllib.parse
 import pytest
 
 from docs.figures.tensorboard import find_browser, look
-from docs.site.hooks import deeper
 from tests.helpers import ROOT, clean_environment
+
+pytest.importorskip("mkdocs", reason="MkDocs is not installed: pip install -r requirements-site.txt")
+
+from docs.site.hooks import deeper  # noqa: E402
 
 PAGES = ("", "1-one-device/", "exercises/", "scaling/", "api/")
 

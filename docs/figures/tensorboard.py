@@ -6,25 +6,21 @@ Needs Chromium or Chrome, and nobody to look on.
 """
 
 import contextlib
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = "127.0.0.1"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TAGS = "Loss|RMSE.*upper|Learning"
-
-
-def find_browser() -> str | None:
-    """Return the path of a browser that can run without a screen."""
-    return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @contextlib.contextmanager
@@ -48,34 +44,26 @@ def tensorboard(*arguments: str) -> Iterator[str]:
             process.wait()
 
 
-def look(
-    browser: str, address: str, picture: Path | None = None, seconds: int = 20, size: tuple[int, int] = (1400, 900)
-) -> str:
-    """Open a page in a window of so many points, wait for what it loads, and return its document.
-
-    With a picture, take that, and return what the page wrote to the console.
-    """
-    with tempfile.TemporaryDirectory() as profile:
-        command = [
-            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-            f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", "--enable-logging=stderr",
-            f"--virtual-time-budget={1000 * seconds}",
-        ]  # fmt: skip
-        command += [f"--screenshot={picture}" if picture else "--dump-dom", address]
-        env = os.environ | {"HOME": profile}
-        done = subprocess.run(command, env=env, check=True, capture_output=True, timeout=180, text=True)
-        return "\n".join(x for x in done.stderr.splitlines() if "CONSOLE" in x) if picture else done.stdout
+def shown(browser: "Browser", address: str) -> "Page":
+    """Open one of its pages in a browser of Playwright, and give it when all is drawn."""
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto(address, wait_until="networkidle")
+    page.wait_for_timeout(3000)  # what is loaded is drawn after
+    return page
 
 
 def main() -> None:
-    browser = find_browser()
-    if browser is None:
-        sys.exit("tensorboard.py: error: no Chromium or Chrome here: apt-get install chromium")
-    figures = ROOT / "docs/figures"
-    with tensorboard("--logdir_spec", "mine:runs,example:docs/example_logs") as address:
-        look(browser, f"{address}/#scalars&tagFilter={TAGS}", picture=figures / "tensorboard_scalars.png")
-        look(browser, f"{address}/#images", picture=figures / "tensorboard_images.png")
+    sys.path[0] = str(ROOT)  # not this folder, whose tensorboard.py would hide the package
+    from docs.browser import started_browser
+
+    with tensorboard("--logdir_spec", "mine:runs,example:docs/example_logs") as address, started_browser() as browser:
+        for name, place in {"scalars": f"scalars&tagFilter={TAGS}", "images": "images"}.items():
+            page = shown(browser, f"{address}/#{place}")
+            page.screenshot(path=ROOT / f"docs/figures/tensorboard_{name}.png")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except FileNotFoundError as error:
+        sys.exit(f"tensorboard.py: error: {error}")

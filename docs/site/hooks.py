@@ -22,6 +22,8 @@ LIST = re.compile(r"(?:[-*+]|\d+[.)]) +")
 SUMMARY = re.compile(r"<details><summary>(.*?)</summary>")
 FENCE = re.compile(r"`{3,}|~{3,}")
 PICTURES = (".png", ".gif", ".svg", ".jpg")
+# Chapters come first in what a search finds; the titles of api.md are names, and weigh a thousand times as other words.
+SEARCH = {"api.md": 0.001} | {path.name: 2 for path in ROOT.glob("docs/[1-9]-*.md")}
 SOURCE = "source"  # the folder of files that pages name
 
 
@@ -172,6 +174,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a page as MkDocs takes it."""
     own = page.file.src_uri
+    if own in SEARCH:
+        page.meta["search"] = {"boost": SEARCH[own]}
     if own.startswith(f"{SOURCE}/"):
         return markdown
     source = ROOT / "README.md" if own == "index.md" else Path(config.docs_dir, own)

@@ -11,7 +11,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from docs.figures.tensorboard import BROWSERS, find_browser, look, tensorboard
+from docs.browser import BROWSERS, find_browser, started_browser
+from docs.figures.tensorboard import shown, tensorboard
 from tests.helpers import ROOT, losses, records, run_here, tiny_flags, write_data
 from tests.packages import install
 
@@ -103,17 +104,18 @@ def browser():
     reason = None if find_browser() else install(BROWSERS[:1], "chromium")
     if reason:
         pytest.skip(reason)
-    return find_browser()
+    with started_browser() as browser:
+        yield browser
 
 
 @pytest.mark.slow
 def test_a_browser_shows_both_runs(board, browser, tmp_path):
     address, runs = board
-    document = look(browser, f"{address}/#timeseries")
+    page = shown(browser, f"{address}/#timeseries")
     for word in (*RUNS, "Avg samples per sec", "Visualization, ch0"):
-        assert word in document, word
-    for page in ("scalars&tagFilter=Loss", "images"):
-        look(browser, f"{address}/#{page}", picture=tmp_path / "page.png")
+        assert word in page.content(), word
+    for place in ("scalars&tagFilter=Loss", "images"):
+        shown(browser, f"{address}/#{place}").screenshot(path=tmp_path / "page.png")
         pixels = (255 * matplotlib.image.imread(tmp_path / "page.png")[..., :3]).astype(np.uint8)
         colours = Counter(map(bytes, pixels[200:, 400:].reshape(-1, 3)))  # where curves and pictures are
-        assert len(colours) > 100, page
+        assert len(colours) > 100, place

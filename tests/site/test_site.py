@@ -14,7 +14,7 @@ import urllib.parse
 
 import pytest
 
-from docs.figures.tensorboard import find_browser, look
+from docs.browser import find_browser, started_browser
 from tests.helpers import ROOT, clean_environment
 
 pytest.importorskip("mkdocs", reason="MkDocs is not installed: pip install -r requirements-site.txt")
@@ -100,23 +100,54 @@ def served(folder):
 
 @pytest.fixture(scope="module")
 def browser():
-    found = find_browser()
-    if found is None:
+    if find_browser() is None:
         pytest.skip("there is no Chromium here: apt-get install chromium")
-    return found
+    with started_browser() as browser:
+        yield browser
 
 
-def test_five_pages_in_a_browser(site, browser, tmp_path):
+@pytest.fixture(scope="module")
+def address(site):
+    with served(site) as address:
+        yield address
+
+
+def opened(browser, address, width=1400):
+    """A page in a window so wide, and what it complains of."""
+    page = browser.new_page(viewport={"width": width, "height": 1000})
+    complaints = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("requestfailed", lambda request: complaints.append(f"{request.url}: {request.failure}"))
+    page.goto(address, wait_until="networkidle")
+    return page, complaints
+
+
+def test_five_pages_in_a_browser(address, browser, tmp_path):
     """On a wide and on a narrow window; the console stays empty. SITE_PICTURES is where to keep what it looks like."""
     folder = tmp_path if "SITE_PICTURES" not in os.environ else ROOT / os.environ["SITE_PICTURES"]
     folder.mkdir(exist_ok=True)
-    with served(site) as address:
-        for page in PAGES:
-            for width in (1400, 420):
-                picture = folder / f"{page.strip('/') or 'index'}_{width}.png"
-                console = look(browser, f"{address}/{page}", picture=picture, seconds=5, size=(width, 1000))
-                assert not re.search(r"CONSOLE|ERROR:CONSOLE", console), console
-                assert picture.stat().st_size > 20_000, page
+    for name in PAGES:
+        for width in (1400, 420):
+            page, complaints = opened(browser, f"{address}/{name}", width)
+            picture = folder / f"{name.strip('/') or 'index'}_{width}.png"
+            page.screenshot(path=picture)
+            assert not complaints and picture.stat().st_size > 20_000, (name, complaints)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than its window"
+            page.close()
+
+
+def test_a_search_finds(address, browser):
+    """As a reader searches: the chapter comes first, and a click arrives at it."""
+    page, complaints = opened(browser, f"{address}/")
+    page.get_by_role("textbox", name="Search").click()
+    page.keyboard.type("all-reduce")
+    first = page.locator(".md-search-result__link").first
+    first.wait_for()
+    assert "Chapter 2" in first.inner_text()
+    first.click()
+    page.wait_for_url("**/2-model-parallel/**")
+    assert not complaints
 
 
 def test_the_search_knows_the_chapters_and_no_listings(site):

@@ -129,6 +129,6 @@ def check_capture(config: Config, grid: Grid, device: torch.device) -> None:
     skips = config.amp_mode == "fp16" or config.on_nonfinite == "skip"
     if config.graph_optimizer and skips and not config.enable_fused:
         raise ValueError(
-            "graph_optimizer with fp16, or on_nonfinite skip: Adam asks the host whether a gradient overflowed, unless "
-            "it is fused: add --enable_fused, or take --amp_mode bf16 and --on_nonfinite stop"
+            "graph_optimizer with fp16, or on_nonfinite skip: the host asks the GPU whether a gradient overflowed, "
+            "unless Adam is fused: add --enable_fused, or take --amp_mode bf16 and --on_nonfinite stop"
         )

@@ -12,12 +12,14 @@ import argparse
 import ast
 import importlib
 import multiprocessing
-import queue
 import sys
 import tempfile
 import textwrap
 import time
 import warnings
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Lock
 from pathlib import Path
 from types import ModuleType
 
@@ -74,15 +76,20 @@ def exercise_of(path: Path) -> str:
     raise ValueError(f"{path} has none of {known}: begin with the file of an exercise")
 
 
-def run(name: str, path: str, rank: int, size: int, folder: str, told: multiprocessing.Queue) -> None:
-    """Check on one rank, in a process of its own, and tell how it goes."""
+def run(name: str, path: str, rank: int, size: int, folder: str, told: Connection, lock: Lock) -> None:
+    """Check on one rank, in a process of its own, and tell how it goes, one rank at a time."""
+
+    def tell(kind: str, what: str | None = None) -> None:
+        with lock:
+            told.send((kind, what))
+
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of functions that PyTorch renames
     torch.set_default_dtype(torch.float64)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=size)
-    common.tell = lambda what: told.put(("right", what))
-    told.put(("here", None))
+    common.tell = partial(tell, "right")
+    tell("here")
     try:
         checks_of(name).check(path, rank, size)
         wrong = None
@@ -90,7 +97,7 @@ def run(name: str, path: str, rank: int, size: int, folder: str, told: multiproc
         wrong = str(error) or "a place is not filled in yet: NotImplementedError"
     except BaseException as error:  # sys.exit in a solution as well
         wrong = f"{type(error).__name__}: {error}"
-    told.put(("wrong" if wrong else "done", wrong))
+    tell("wrong" if wrong else "done", wrong)
     if size > 1:
         dist.destroy_process_group()
 
@@ -98,23 +105,26 @@ def run(name: str, path: str, rank: int, size: int, folder: str, told: multiproc
 def on_ranks(name: str, path: str, size: int, folder: str) -> str | None:
     """Check on `size` ranks; print what is right, and return what is wrong on the first that says so, or None."""
     context = multiprocessing.get_context("forkserver")
-    told = context.Queue()
-    ranks = [context.Process(target=run, args=(name, path, r, size, folder, told), daemon=True) for r in range(size)]
+    told, theirs = context.Pipe(duplex=False)
+    given = (size, folder, theirs, context.Lock())
+    ranks = [context.Process(target=run, args=(name, path, rank, *given), daemon=True) for rank in range(size)]
     for process in ranks:
         process.start()
     left, since = {"here": size, "done": size}, time.monotonic()
     try:
         while left["done"]:
-            try:
-                kind, what = told.get(timeout=1)
-            except queue.Empty:
+            if not told.poll(1):
                 if dead := [process.exitcode for process in ranks if process.exitcode]:
                     return f"a process ended with code {dead[0]}, and said nothing"
-                if time.monotonic() - since < (STARTING if left["here"] else CHECKING):
+                quiet = time.monotonic() - since
+                if quiet < (STARTING if left["here"] else CHECKING):
+                    if not left["here"] and 10 <= quiet < 11:
+                        print(f"  (nothing for 10 s; it ends after {CHECKING})", flush=True)
                     continue
                 if size == 1:
                     return f"nothing happened for {CHECKING} s: what does it wait for?"
                 return "the ranks wait for each other: do all of them call the same collectives, in the same order?"
+            kind, what = told.recv()
             since = time.monotonic()
             if kind == "wrong":  # the others may wait for the one that failed
                 return what

@@ -10,8 +10,7 @@ ask for, and with which flags? This ranks all layouts of 64 GPUs; it takes about
 
 Think first: from its answer, how many hours do 64 GPUs take, and how many GPU hours is that? On four times as many,
 what happens to the hours and to the GPU hours if all goes well, and what keeps it from going well? How many ranks can
-share 64 samples without sharing one? (Chapter 2, "Which layout?", and docs/scaling.md; a solution of this page is
-exercises/solutions/choose_layout.py.)
+share 64 samples without sharing one? (Chapter 2, "Which layout?", and docs/scaling.md.)
 """
 
 RANKS = None  # TODO 1: how many GPUs; all of a node

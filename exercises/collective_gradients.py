@@ -14,9 +14,10 @@ who knows it? AllGather: rank r has w_r, and the loss is w_0 (x0 + x1) + w_1 (x0
 gradient of x1? And with Gather, where all ranks have the same w, and the loss is w (x0 + x1)?
 
 `dist.all_reduce(t)` adds up t over the ranks, in place. `dist.all_gather_into_tensor(whole, piece)` joins the pieces
-along dim 0, `dist.reduce_scatter_tensor(piece, whole)` adds up and leaves each rank its piece of dim 0. All want
-contiguous tensors. (Korthikanti et al. 2022, section 4.2. Ours are in distributed/mappings.py, a solution of this page
-is exercises/solutions/collective_gradients.py.)
+along dim 0, `dist.reduce_scatter_tensor(piece, whole)` adds up and leaves each rank its piece of dim 0. Both write into
+their first tensor, which you make with `x.new_empty(...)`: so it has the dtype and the device of x. All want contiguous
+tensors (`x.contiguous()`). What backward needs, forward stores: `ctx.size = size`. (Korthikanti et al. 2022, section
+4.2. Ours are in distributed/mappings.py.)
 """
 
 import torch
@@ -46,7 +47,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         raise NotImplementedError("TODO 4: grad [size * n, ...] is what this rank's use gives to the pieces of all")
-        # What forward stores as ctx.rank and ctx.size is here, too. Return `..., None, None`: numbers have no gradient.
+        # Return `..., None, None`: the numbers rank and size have no gradient.
 
 
 class Gather(torch.autograd.Function):

@@ -13,7 +13,7 @@ chapter 2 is that, and what does its backward do? And if tokens do not divide by
 `all_gather(x, dim, group)` of distributed/mappings.py is a mapping: it has a gradient. The `attn_mask` of
 `F.scaled_dot_product_attention(q, k, v, attn_mask=mask)` is of bools, and broadcast to [B, heads, queries, keys]: False
 hides a key. It has two dims or more: [1, keys] is the same for all queries. (Ours is `ParallelAttention` in
-distributed/layers.py, a solution of this page is exercises/solutions/context_attention.py.)
+distributed/layers.py.)
 """
 
 import torch  # noqa: F401 - you will need these

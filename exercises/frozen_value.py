@@ -12,7 +12,7 @@ records and replays what PyTorch does on a CPU, by the same rules.
 
 Think first: of a step of Adam, what changes from step to step? Which of it is a tensor at an address that stays, and
 which a number in Python, or a tensor that lies elsewhere each time? (Chapter 3. Adam: Kingma and Ba 2015, algorithm 1.
-Ours is distributed/graphs.py, a solution of this page is exercises/solutions/frozen_value.py.)
+Ours is distributed/graphs.py.)
 """
 
 from typing import Any

@@ -13,8 +13,7 @@ right, try it with a run of your own:
 
 Think first: a rank spends a long time in collectives. Is it late, or are the others? What is in the span `backward` of
 a rank that waits there? A rank stumbles once in a hundred steps: is that what slows the run down? Each rank stamps
-events by a clock of its own: what may be compared between ranks? (benchmarks/compare_ranks.py asks a library the same;
-a solution of this page is exercises/solutions/late_rank.py.)
+events by a clock of its own: what may be compared between ranks? (benchmarks/compare_ranks.py asks a library the same.)
 """
 
 import sys

@@ -13,8 +13,7 @@ and the loss falls:
 Once TODO 1 is done, these print each gradient beside that of the same model on one process, in float64.
 
 Think first: which faults would make the gradient of one layer wrong, which those of all layers in front of one, and
-which all, by the same factor? How does the factor depend on the number of ranks? (A solution of this page is
-exercises/solutions/missing_reduction.py.)
+which all, by the same factor? How does the factor depend on the number of ranks?
 """
 
 import sys

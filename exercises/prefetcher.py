@@ -11,7 +11,7 @@ On the right a thread reads. Reading and most of computing release Python's lock
 Think first: how long do n batches take on the left, and how long on the right? How much memory does reading ahead
 take? What must happen to the thread when the loop ends, or is left by `break`, or when a file cannot be read? `queue`
 has what two threads need to hand things over: `put` waits for a place, `get` for a thing. (Ours is in
-utils/data/read_ahead.py; a solution of this page is exercises/solutions/prefetcher.py.)
+utils/data/read_ahead.py.)
 """
 
 import queue

@@ -8,7 +8,7 @@ whole checkpoint: the new one, or the one before. A half-written one is worse th
 Think first: what is in a file after a kill in the middle of `torch.save`? `os.replace(a, b)` gives a file another name
 in one go: at each moment b is the old file or the new one, never a part. What of a file reaches the disk before its new
 name does, if the power fails? `os.fsync(file.fileno())` waits for it. And what of leftovers: who finds them, who
-removes them? (Ours is utils/checkpoint/, a solution of this page is exercises/solutions/safe_checkpoint.py.)
+removes them? (Ours is utils/checkpoint/.)
 """
 
 import os  # noqa: F401 - you will need these

@@ -67,16 +67,17 @@ def check(path: str, rank: int, size: int) -> None:
 
 
 def compare(case: Case, xs: list[Tensor], rank: int, size: int, calls: list[str]) -> None:
-    before, name = xs[rank].clone(), case.name
+    x, name = xs[rank].contiguous(), case.name
     todo = {"Reduce": (1, 2), "AllGather": (3, 4), "Gather": (5, 6)}[name]
-    out = case.output(xs[rank])
-    if not torch.equal(xs[rank], before):
+    out = case.output(x)
+    if not torch.equal(x, xs[rank]):
         raise Wrong(f"{name} changes its input: collectives in place want a clone (TODO {todo[0]})")
     if not close(out, case.expected):
         told = (
             "nothing" if out is None else f"{list(out.shape)}" if out.shape != case.expected.shape else "other numbers"
         )
         raise Wrong(f"{name} returns {told}, where {list(case.expected.shape)} was expected (TODO {todo[0]})")
+    case.output(xs[rank].float())  # not contiguous, and of another dtype than the default
     say(rank, f"{name}: the output")
     whole = [x.clone().requires_grad_() for x in xs]
     expected = torch.autograd.grad(case.whole(whole), whole)[rank]
@@ -90,7 +91,10 @@ def compare(case: Case, xs: list[Tensor], rank: int, size: int, calls: list[str]
     if (forward, calls[len(forward) :]) != case.calls:
         told = [", ".join(part) or "nothing" for part in (forward, calls[len(forward) :])]
         needed = [", ".join(part) or "nothing" for part in case.calls]
-        raise Wrong(f"{name} sends {told[0]} forward and {told[1]} backward; {needed[0]} and {needed[1]} are enough")
+        raise Wrong(
+            f"{name}: the numbers are right, but it sends more than it must. Forward {told[0]}, backward {told[1]}; "
+            f"enough: forward {needed[0]}, backward {needed[1]} (TODO {todo[0]}, {todo[1]})"
+        )
     say(rank, f"{name}: no message too many")
 
 

@@ -40,6 +40,7 @@ def load_counted(path: str) -> tuple[ModuleType, list[str]]:
             nonlocal is_inside
             if not is_inside:  # an old name calls the new one
                 calls.append(name)
+                check_tensors(name, [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
             outer, is_inside = is_inside, True
             try:
                 return function(*args, **kwargs)
@@ -55,6 +56,14 @@ def load_counted(path: str) -> tuple[ModuleType, list[str]]:
     return load(path), calls
 
 
+def check_tensors(name: str, given: list[torch.Tensor]) -> None:
+    """Hold what a collective gets to what NCCL wants, where gloo is content with more."""
+    if not all(x.is_contiguous() for x in given):
+        raise Wrong(f"{name} gets a tensor that is not contiguous: here it goes well, and GPUs refuse it")
+    if len(kinds := {str(x.dtype).removeprefix("torch.") for x in given}) > 1:
+        raise Wrong(f"{name} gets {' and '.join(sorted(kinds))}: take new tensors like the old, with x.new_empty(...)")
+
+
 def close(a: Any, b: torch.Tensor) -> bool:
     return isinstance(a, torch.Tensor) and a.shape == b.shape and torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
@@ -63,9 +72,14 @@ tell: Callable[[str], None] = print  # check.py replaces it
 
 
 def say(rank: int, what: str) -> None:
-    """Tell, on the first rank, that something is right."""
+    """Tell that something is right: on all ranks, so all call this, and before anything that is found later."""
+    among_ranks = dist.is_initialized()
+    if among_ranks:
+        dist.barrier()
     if rank == 0:
         tell(what)
+    if among_ranks:
+        dist.barrier()
 
 
 def within(seconds: float, function: Callable[[], Any], otherwise: str) -> Any:

@@ -162,6 +162,16 @@ def test_a_flag_shortened_to_a_unique_beginning_is_taken_and_said(argv, name, va
     assert load_config([argv[0].replace(argv[0].split("=")[0], full), *argv[1:]]) == (config, remarks[1:])
 
 
+def test_the_sections_are_found_from_another_folder(tmp_path, monkeypatch):
+    """As after `pip install -e .`; a folder's own config/ViT.yaml comes first."""
+    here = load("--config", "short")
+    monkeypatch.chdir(tmp_path)
+    assert load("--config", "short") == here
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/ViT.yaml").write_text("short: {embed_dim: 48}")
+    assert load("--config", "short").embed_dim == 48
+
+
 def test_missing_yaml_file():
     with pytest.raises(ValueError, match="check --yaml_config"):
         load("--yaml_config", "nowhere.yaml")

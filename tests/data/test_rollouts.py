@@ -95,7 +95,11 @@ def test_the_loss_is_the_mean_over_the_steps(tiny):
     plain = losses(run_here(tiny_flags(tiny, "--limit_nsamples", "16")))
     late = ["--rollout_steps", "2", "--rollout_from", "3", "--limit_nsamples", "8", "--run_num", "late"]
     same = losses(run_here(tiny_flags(tiny, "--limit_nsamples", "8", "--run_num", "one")))
-    assert losses(run_here(tiny_flags(tiny, *late)))[:3] == same[:3] and len(plain) == 4
+    run = run_here(tiny_flags(tiny, *late))
+    assert losses(run)[:3] == same[:3] and len(plain) == 4
+    log = (run / "out.log").read_text()
+    assert "Forecasts: of 1 step(s); of 2 from iteration 3 on" in log
+    assert log.count("From here on forecasts are of 2 step(s), and were of 1") == 1
     flags = tiny_flags(tiny, "--rollout_steps", "2", "--run_num", "two")
     found, config = losses(run_here(flags))[0], load_config(flags)[0].with_batches(1)
     data = weather(tiny, "--rollout_steps", "2")
@@ -161,7 +165,7 @@ def test_what_is_computed_is_counted(tiny):
     for name, flags in {"one": [], "more": ["--rollout_steps", "2", "--rollout_from", "1"]}.items():
         folder = run_here(tiny_flags(tiny, "--global_batch_size", "4", "--run_num", name, *flags))
         (rows[name],) = records(folder, "epoch")
-        assert ("Forecasts: of 1 step(s), from iteration 1 on of 2" in (folder / "out.log").read_text()) == bool(flags)
+        assert ("Forecasts: of 1 step(s); of 2 from iteration 1 on" in (folder / "out.log").read_text()) == bool(flags)
     work = [row["mfu"] / row["samples_per_sec"] for row in rows.values()]
     assert work[1] == pytest.approx(7 / 4 * work[0])
 

@@ -34,8 +34,8 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
          "        return x\n\n    @staticmethod\n    def backward(ctx, grad: Tensor) -> Tensor:\n"
          "        grad = grad.contiguous()\n        dist.all_reduce(grad)\n        return grad",
          "Reduce: the gradient is {size} times too large"),
-        ("        x = x.clone(memory_format=torch.contiguous_format)\n        dist.all_reduce(x)",
-         "        dist.all_reduce(x.data)", "Reduce changes its input"),
+        ("        x = x.clone(memory_format=torch.contiguous_format)", "        x = x.contiguous()",
+         "Reduce changes its input"),
         ("        dist.reduce_scatter_tensor(own, grad.contiguous())",
          "        own.copy_(grad.chunk(ctx.size)[dist.get_rank()])", "lacks what the other ranks' uses give"),
         ("reduce_scatter_tensor(own, grad.contiguous())",
@@ -48,7 +48,11 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("        dist.reduce_scatter_tensor(own, grad.contiguous())",
          "        grad = grad.contiguous()\n        dist.all_reduce(grad)\n"
          "        own.copy_(grad.chunk(ctx.size)[dist.get_rank()])",
-         "all_gather_into_tensor and reduce_scatter_tensor are enough"),
+         "enough: forward all_gather_into_tensor, backward reduce_scatter_tensor (TODO 3, 4)"),
+        ("dist.all_gather_into_tensor(whole, x.contiguous())", "dist.all_gather_into_tensor(whole, x)",
+         "all_gather_into_tensor gets a tensor that is not contiguous"),
+        ("x.new_empty(size * x.shape[0], *x.shape[1:])", "torch.empty(size * x.shape[0], *x.shape[1:])",
+         "gets float32 and float64: take new tensors like the old"),
     ],
     "tensor_parallel_mlp": [
         ("dist.all_reduce(x)", "pass", "y is a part of a sum"),

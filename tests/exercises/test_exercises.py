@@ -52,6 +52,34 @@ def test_what_ends_without_a_word_is_not_right(tmp_path, capsys, body, told):
     assert code == 1 and told in said, said
 
 
+def solution_with(tmp_path, name, changes):
+    """The file of a solution in which something stands instead of something else."""
+    text = (FOLDER / f"solutions/{name}.py").read_text()
+    for right, wrong in changes.items():
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    return path
+
+
+def test_ranks_that_wait_for_each_other(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "CHECKING", 12)
+    changes = {"dist.all_reduce(x)": "dist.all_reduce(x) if dist.get_rank() else dist.recv(x, 1)"}
+    code, told = checked(solution_with(tmp_path, "collective_gradients", changes), capsys)
+    assert code == 1 and "nothing for 10 s; it ends after 12" in told and "the ranks wait for each other" in told, told
+
+
+def test_what_is_right_is_said_before_what_is_not(tmp_path, capsys):
+    """Also where another rank comes first to the place that is empty."""
+    changes = {
+        "        return grad\n": "        __import__('time').sleep(dist.get_rank() == 0)\n        return grad\n",
+        "        ctx.size = size\n": "        raise NotImplementedError('TODO 3')\n",
+    }
+    code, told = checked(solution_with(tmp_path, "collective_gradients", changes), capsys)
+    assert code == 1 and told.count("  right: Reduce: ") == 3 and "not yet: TODO 3" in told, told
+
+
 def test_each_has_hints_and_minutes(capsys):
     assert check.main([]) == 0
     told = capsys.readouterr().out

@@ -155,6 +155,11 @@ def _lengthened(argv: list[str], names: list[str]) -> tuple[list[str], list[str]
     return found, remarks
 
 
+def default_yaml() -> str:
+    """Return the path of the sections: of the folder that one is in, else of the clone that this code is in."""
+    return YAML_CONFIG if Path(YAML_CONFIG).exists() else str(Path(__file__).parents[2] / YAML_CONFIG)
+
+
 def _read_section(path: str, section: str) -> dict[str, Any]:
     try:
         sections = yaml.safe_load(Path(path).read_text())
@@ -224,7 +229,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     the scripts after this chapter's know.
     """
     flags, shortened = _parse_chapter(argv, chapter)
-    path = flags.pop("yaml_config", YAML_CONFIG)
+    path = flags.pop("yaml_config", None) or default_yaml()
     values: dict[str, Any] = {}
     section = flags.get("config", FIELDS["config"].default)
     keys = _read_section(path, section)

@@ -10,7 +10,7 @@ from torch import nn
 
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.weights import choose, read_weights, set_weights
-from utils.config.reader import YAML_CONFIG, cast, load_config, move_data, moves_nothing, parse
+from utils.config.reader import cast, default_yaml, load_config, move_data, moves_nothing, parse
 from utils.config.settings import FIELDS, Config, affecting, key
 from utils.data.files import channel_indices
 from utils.forecast.ensemble import CONTROL, MEMBER
@@ -106,7 +106,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
             raise ValueError(f"best chooses among a run's checkpoints, and {one} is one thing: leave --best out")
     if source.is_file():
         section = given.get("config", FIELDS["config"].default)
-        config = load_config(["--yaml_config", yaml_config or YAML_CONFIG, "--config", section], chapter=3)[0]
+        config = load_config(["--yaml_config", yaml_config or default_yaml(), "--config", section], chapter=3)[0]
     else:
         for name in ("config", "yaml_config"):
             if name in given or (name == "yaml_config" and yaml_config):

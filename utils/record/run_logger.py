@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.checkpoint import store as checkpoint
+from utils.config.settings import Config
 from utils.data.dataset import Job, WeatherData
 from utils.device import allocator_settings, peak_flops
 from utils.errors import Ended
@@ -115,8 +116,8 @@ class RunLogger(Observer):
         )
         if config.longest_rollout > 1:
             then = zip(config.rollout_from, config.rollout_steps)
-            later = ", ".join(f"from iteration {first} on of {steps}" for first, steps in then)
-            logging.info("Forecasts: of %d step(s), %s", config.steps_at(-1), later)
+            later = "; ".join(f"of {steps} from iteration {first} on" for first, steps in then)
+            logging.info("Forecasts: of %d step(s); %s", config.steps_at(-1), later)
         logging.info(
             "Model: %s parameters on each rank, %.4g GFLOP a sample forward; attention kernel: %s",
             f"{sum(p.numel() for p in model.parameters()):,}",
@@ -129,7 +130,9 @@ class RunLogger(Observer):
         logging.info("Peak of one device for MFU: %.4g TFLOP/s (%s)", self.peak / 1e12, source)
 
     def step_is_known(self, record: dict[str, Any]) -> None:
-        """Record an iteration."""
+        """Record an iteration; log where forecasts become longer, for speed and loss change there."""
+        if remark := _longer_forecasts(self.job.config, record["iteration"]):
+            logging.info(remark)
         self.write(record)
         self.curves.points(record)
 
@@ -224,6 +227,17 @@ class RunLogger(Observer):
         for c in fields.plot_channels:
             logging.info("  Picture: %s", self.folder / "pictures" / f"{names[c]}.png")
         logging.info("  Records: %s", self.folder / "metrics.jsonl")
+
+
+def _longer_forecasts(config: Config, iteration: int) -> str | None:
+    """Return what to say after an iteration, counted from 1, if forecasts have another length since."""
+    before, steps = (config.steps_at(max(iteration - i, 0)) for i in (2, 1))
+    if steps == before:
+        return None
+    return (
+        f"From here on forecasts are of {steps} step(s), and were of {before}: an iteration takes longer, and its "
+        "loss is the mean over all steps"
+    )
 
 
 def _pictures(data: WeatherData, example: tuple[Tensor, Tensor, Tensor], when: str) -> Iterator[tuple[str, np.ndarray]]:

@@ -37,7 +37,7 @@ FORMULAS = {
     "activations": "B [N D (64 L + 8) + 4 N h L + 4 (I + O)]; in half B [N D (36 L + 6) + 4 N h L + 2 (I + O)]",
     "batch": "4 B (I + O)",
     "temporary": "12 B O, of the loss",
-    "peak": "weights, moments, batch, and the larger of: half copies, activations and temporary; gradients",
+    "peak": "weights + moments + batch + the larger of (half copies + activations + temporary) and gradients",
 }
 
 

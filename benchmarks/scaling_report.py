@@ -34,20 +34,25 @@ def detail_table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         cost, ranks = row["cost"], row["ranks"]
         lines.append([
-            f"{ranks:,}", row["title"], f"{1e3 * row['seconds']:.4g}", f"{row['samples'] / row['seconds']:,.4g}",
+            f"{ranks:,}", row["title"], _digits(1e3 * row["seconds"], 4), _digits(row["samples"] / row["seconds"], 4),
             f"{row['efficiency']:.2f}", row["limit"], f"{row['bytes'] / 2**30:.3g}", f"{row['read'] / 1e9:.2g}",
-            f"{cost['saved'] / 1e9:.3g}", f"{1e3 * cost['stall']:.2g}", _duration(cost["interval"]),
+            f"{cost['saved'] / 1e9:.3g}", _digits(1e3 * cost["stall"], 2), _duration(cost["interval"]),
             f"{cost['lost']:.2%}", *_hours(row),
         ])  # fmt: skip
     return markdown(head.split(", "), lines)
 
 
 def _hours(row: dict[str, Any]) -> list[str]:
-    """Return the hours and GPU hours of a run; none of a batch that is larger than the data."""
+    """Return the hours and GPU hours of a run; a dash for a batch that is larger than the data."""
     hours = row["cost"]["hours"]
     if row["samples"] > SAMPLES:
-        return ["", ""]
-    return ["never", "never"] if hours in (None, math.inf) else [f"{hours:,.3g}", f"{hours * row['ranks']:,.3g}"]
+        return ["–", "–"]
+    return ["never", "never"] if hours in (None, math.inf) else [_digits(hours, 3), _digits(hours * row["ranks"], 3)]
+
+
+def _digits(x: float, n: int) -> str:
+    """Return a number with n digits or, where it has more before the point, all of these."""
+    return f"{x:,.0f}" if abs(x) >= 10 ** (n - 1) else f"{x:.{n}g}"
 
 
 def _duration(seconds: float | None) -> str:

@@ -45,7 +45,15 @@ GRIDS = {
     "16 samples: cp 4": (1, (*MP16, CP4)),
     "16 samples: cp 4, ulysses": (1, (*MP16, CP4, ULYSSES)),
 }
+# What chapter 2's exercises ask for.
+EXERCISES = {
+    "mp_short, tp 1": (4, MP16),
+    "mp_short, tp 4": (4, (*MP16, TP4)),
+    "patches of 4, tp 4": (4, ("--config=mp", "--patch_size=4", "--local_batch_size=4", TP4)),
+    "patches of 4, cp 4": (4, ("--config=mp", "--patch_size=4", "--local_batch_size=4", CP4)),
+}
 MB = 1e6
+UNITS = (("MB", MB), ("GB", 1e9))
 
 
 def simulate(dp: int, argv: Sequence[str]) -> dict:
@@ -58,6 +66,8 @@ def table(results: dict[str, dict]) -> str:
     head = "grid, tokens, parameters, weights, optimiser, activations, peak, over tp, over cp, over dp-cp".split(", ")
     rows = []
     for name, r in results.items():
+        if name in EXERCISES:
+            continue
         parts, sent = r["after_forward"], [r["sent"][axes] for axes in ("tp", "cp", "dp-cp")]
         sizes = [parts["Parameter"], parts["Optstate"], parts["Activation"], r["peak"], *sent]
         count = f"{r['parameters'] / 1e6:.1f} million"
@@ -70,7 +80,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--dp", type=int, default=1, help="copies of the model")
     args, flags = parser.parse_known_args()
-    grids = {f"dp {args.dp} {' '.join(flags)}": (args.dp, flags)} if flags else GRIDS
+    grids = {f"dp {args.dp} {' '.join(flags)}": (args.dp, flags)} if flags else GRIDS | EXERCISES
     with errors_in_one_line():
         if args.dp < 1:
             raise ValueError(f"--dp is {args.dp}: take 1 or more")
@@ -78,7 +88,11 @@ def main() -> None:
     print("What rank 0 holds, and sends in a step, in MB (1e6 bytes):")
     print(table(results))
     if args.json:
-        figures = {f"{name}: peak": r["peak"] for name, r in results.items()}
+        figures = {}
+        for name, r in results.items():
+            sizes = {"peak": r["peak"], "activations": r["after_forward"]["Activation"]}
+            sizes |= {f"sent over {axes}": size for axes, size in r["sent"].items() if axes in ("tp", "cp", "dp-cp")}
+            figures |= {f"{name}: {what}, {unit}": size / n for what, size in sizes.items() for unit, n in UNITS}
         if not flags:
             held = {name: r["after_forward"]["Activation"] for name, r in results.items()}
             figures["activations_tp4_over_tp1"] = held["tp 4"] / held["one rank"]

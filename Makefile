@@ -118,8 +118,8 @@ readme: data/demo
 docs: $(READY)
 	$(PYTHON) docs/make.py
 
-# The pages' pictures: what `make demo` drew last, the grid, the mappings, the roofline, the loader's speed, example
-# runs, and TensorBoard, which needs Chromium.
+# The pages' pictures: what `make demo` drew last, and the ERA5 sample beside the clone, with the figures of chapter 6;
+# the grid, the mappings, the roofline, the loader's speed, example runs, and TensorBoard, which needs Chromium.
 figures: demo $(TOOLS)
 	$(PYTHON) docs/figures/draw.py
 	$(PYTHON) docs/figures/vit.py
@@ -131,12 +131,16 @@ figures: demo $(TOOLS)
 	cp runs/demo/1GPU/00/evaluation/pictures/skill_vor_upper.png docs/figures/demo_skill.png
 	cp runs/demo/1GPU/00/evaluation/pictures/scorecard_model.png docs/figures/demo_scorecard.png
 	cp runs/demo/1GPU/00/evaluation/pictures/spectra_vor_upper.png docs/figures/demo_spectra.png
+	$(PYTHON) train.py --config=era5_djf --num_iters 300 --ema_decay 0.99
+	$(PYTHON) evaluate.py --checkpoint runs/era5_djf/1GPU/00
+	$(PYTHON) docs/figures/forecasts.py runs/demo/1GPU/00/evaluation runs/era5_djf/1GPU/00/evaluation
 	$(PYTHON) docs/example_logs/make.py
 	$(PYTHON) docs/example_logs/checkers.py
 	$(PYTHON) docs/figures/trace.py
 	$(PYTHON) docs/figures/ranks.py
 	$(PYTHON) docs/figures/tensorboard.py
 
+# About an hour and a half on 2 cores.
 benchmark: data/demo $(TOOLS)
 	$(PYTHON) benchmarks/step.py --json benchmarks/results/step.json
 	$(PYTHON) benchmarks/loader.py --json benchmarks/results/loader.json
@@ -144,6 +148,10 @@ benchmark: data/demo $(TOOLS)
 	$(PYTHON) benchmarks/observers.py --json benchmarks/results/observers.json
 	$(PYTHON) benchmarks/evaluation.py --json benchmarks/results/evaluation.json
 	$(PYTHON) benchmarks/startup.py --json benchmarks/results/startup.json
+	$(PYTHON) benchmarks/memory.py --json benchmarks/results/memory.json
+	$(PYTHON) benchmarks/batches.py --json benchmarks/results/batches.json
+	$(PYTHON) benchmarks/optimizers.py --json benchmarks/results/optimizers.json
+	$(PYTHON) benchmarks/derivatives.py --json benchmarks/results/derivatives.json
 
 # Every grid of 1, 2, 4 and 8 ranks against one process, in float64: about 25 minutes on 2 cores.
 certificate: $(READY)

@@ -14,7 +14,7 @@ HINTS = """
 Reduce: y = x0 + x1, so a small change of x0 changes y, on all ranks, by the same. The gradient of x0 is that of y,
 and each rank has it already. How many messages does that take?
 
-all_reduce works in place, and autograd wants what it gave to stay: send a clone, contiguous.
+all_reduce works in place, and autograd's tensor must stay as it is: send a clone, contiguous.
 
 AllGather: a change of x1 changes what rank 0 computes and what rank 1 computes. Each knows its own part of the
 gradient of all pieces. The parts must be added up, and the owner of a piece needs the sum for that piece alone.

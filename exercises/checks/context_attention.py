@@ -18,7 +18,7 @@ adds up what all ranks' queries give to a key, and brings it to the rank that ha
 Tokens are the dim before the last: all_gather(k, -2, dist.group.WORLD).
 
 After the gathering the tokens stand in their order, and padding at the end: torch.arange(size * n) < tokens is True for
-those that are there. With [None] behind it, it has the dim of the queries, too.
+those that are there. mask[None] adds the dim of the queries.
 
 torch.stack([k, v]) is one tensor with a dim more in front. Gathered along -2, it falls apart again: k, v = ...
 """

@@ -11,17 +11,17 @@ from exercises.checks.common import Wrong, close, load_counted, say
 MINUTES, DEFINES, SIZES = 45, "ParallelMLP", (2, 4)
 AFTER = "2-model-parallel.md#tensor-parallelism-splitting-weights"
 HINTS = """
-A unit of the hidden layer is a row of A (fc1.weight), a number of a (fc1.bias), and a column of B (fc2.weight). b
-belongs to the outputs: all ranks have it.
+A unit of the hidden layer is a row of `A` (fc1.weight), an entry of `a` (fc1.bias), and a column of `B` (fc2.weight).
+`b` belongs to the outputs: all ranks have it.
 
-Each rank's product with its columns of B is one part of a sum over all hidden units. What adds parts up?
+Each rank's product with its columns of `B` is one part of a sum over all hidden units. What adds parts up?
 
 After the sum all ranks compute the same with the same numbers. So the gradient that arrives at Reduce is whole on
 each rank, and it is the gradient of each part as well.
 
 Copy: each rank used x with weights of its own, and knows the gradient through these alone. The whole is the sum.
 
-b is added once, behind the sum: in front of it, it would be there once for each rank.
+`b` is added once, behind the sum: in front of it, it would be there once for each rank.
 """
 DIM, HIDDEN = 8, 16
 # name of the parameter, dim that is cut (None: not cut)

@@ -251,7 +251,7 @@ def test_hours_are_told_of_runs_that_there_can_be():
     row |= {"read": 1.0, "cost": {"saved": 1.0, "stall": 0.1, "interval": None, "lost": 1.0, "hours": None}}
     assert "| never | never |" in scaling_report.detail_table([row])
     huge = row | {"samples": scaling_report.SAMPLES + 1, "cost": row["cost"] | {"hours": 1.0}}
-    assert scaling_report.detail_table([huge]).endswith("|  |  |")
+    assert scaling_report.detail_table([huge]).endswith("| – | – |")
     assert "| 1 | 4 |" in scaling_report.detail_table([huge | {"samples": 4}])
 
 

@@ -71,12 +71,13 @@ def write_files(folder: str) -> None:
 
 
 class RawRead:
-    """`preadv` into a ring of three batches."""
+    """`preadv` into a ring of three batches, which begin at round addresses: a copy to others takes a quarter longer."""
 
     def __init__(self, files: Files, order: SampleOrder):
         self.order, self.offset, self.fd = order, files.offsets[0], os.open(files.paths[0], os.O_RDONLY)
-        self.ring = [np.empty((B, 2, *files.shape), files.dtype) for _ in range(3)]
-        self.frame = self.ring[0][0, 0].nbytes
+        self.frame = math.prod(files.shape) * files.dtype.itemsize
+        memory = (torch.empty(2 * B * self.frame, dtype=torch.uint8) for _ in range(3))  # NumPy's begins 16 bytes later
+        self.ring = [batch.numpy().view(files.dtype).reshape(B, 2, *files.shape) for batch in memory]
 
     def epoch(self, epoch: int) -> Iterator[np.ndarray]:
         for i, samples in enumerate(self.order.epoch(epoch)):

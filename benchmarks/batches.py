@@ -17,10 +17,8 @@ from benchmarks.harness.record import write_record
 from benchmarks.skill import run
 from utils.files import read_events
 
-SMALL, LARGE = (
-    ("--global_batch_size=16", "--num_iters=108"),
-    ("--global_batch_size=64", "--num_iters=27", "--warmup=10"),
-)
+SMALL = ("--global_batch_size=16", "--num_iters=108")
+LARGE = ("--global_batch_size=64", "--num_iters=27", "--warmup=10")
 CASES = {
     "bs16": (*SMALL, "--lr=2e-3"),
     "bs64_same": (*LARGE, "--lr=2e-3"),

@@ -71,7 +71,7 @@ def write_files(folder: str) -> None:
 
 
 class RawRead:
-    """`preadv` into a ring of three batches, which begin at round addresses: a copy to others takes a quarter longer."""
+    """`preadv` into a ring of three batches that begin at round addresses: to others a copy takes a quarter longer."""
 
     def __init__(self, files: Files, order: SampleOrder):
         self.order, self.offset, self.fd = order, files.offsets[0], os.open(files.paths[0], os.O_RDONLY)

@@ -90,7 +90,19 @@ def markdown(ladder: str, record: dict[str, Any]) -> str:
             line = [f'<a id="{anchor(ladder, row)}"></a>{first}', *rest]
             lines.append(line + [""] * (len(HEAD) - len(line)))
         parts += [f"**{title}**", markdown_table(HEAD, lines)]
+        if told := own_flags(found):
+            parts.append(told)
     return "\n\n".join(parts)
+
+
+def own_flags(found: list[Row]) -> str:
+    """Return the flags that each rung of a table has and others of it have not; of one after another nothing."""
+    if any(row["name"].startswith("+ ") for row in found):
+        return ""
+    shared = set.intersection(*(set(row["flags"].split()) for row in found))
+    own = {row["name"]: " ".join(flag for flag in row["flags"].split() if flag not in shared) for row in found}
+    told = [f"{name} `{flags}`" for name, flags in own.items() if flags]
+    return f"(Flags: {', '.join(told)}.)" if told else ""
 
 
 def picture(rows: list[Row], title: str) -> Figure:

@@ -171,10 +171,13 @@ def main(argv: list[str]) -> None:
 
 
 def thinned(found: list[Outlook]) -> list[Outlook]:
-    """Return at most SHOWN of a list, the first and the last among them."""
+    """Return the fastest of a front for each of SHOWN limits of memory, from that of its first to that of its last."""
     if len(found) <= SHOWN:
         return found
-    return [found[round(i * (len(found) - 1) / (SHOWN - 1))] for i in range(SHOWN)]
+    first, last = found[0].bytes, found[-1].bytes
+    limits = (first * (last / first) ** (i / (SHOWN - 1)) for i in range(SHOWN - 1))
+    fastest = [next(x for x in found if x.bytes <= limit) for limit in limits]
+    return [*dict.fromkeys([*fastest, found[-1]])]
 
 
 def errors(machine: Machine) -> str:

@@ -17,9 +17,11 @@ READING = ("utils/data",)
 PLANNER = ("benchmarks/planner",)
 # The code whose figures a record holds, beside the script that makes it.
 MEASURES = {
-    "batches": MODEL, "certificate": GRID, "checkpoint": SAVING, "combinations": (*MODEL, "utils/compiler.py"), "compare_ranks": GRID,
+    "batches": MODEL, "certificate": GRID, "checkpoint": SAVING, "combinations": (*MODEL, "utils/compiler.py"),
+    "compare_ranks": GRID,
     "derivatives": ("utils/sphere.py", "utils/data/loss_weights.py"), "ensembles": (*MODEL, "utils/forecast"),
-    "evaluation": ("evaluate.py", "utils/forecast"), "faults": (*GRID, *SAVING, "utils/ranks"), "forecasts": (*MODEL, "evaluate.py", "utils/forecast"), "ladder_base": MODEL,
+    "evaluation": ("evaluate.py", "utils/forecast"), "faults": (*GRID, *SAVING, "utils/ranks"),
+    "forecasts": (*MODEL, "evaluate.py", "utils/forecast"), "ladder_base": MODEL,
     "ladder_demo": GRID, "loader": READING, "memory": MODEL, "observers": ("utils/measure", "utils/spans.py"),
     "optimizers": ("utils/optimizers.py",), "plan": (*GRID, *PLANNER), "plan_mp": (*GRID, *PLANNER),
     "scaling": (*GRID, *PLANNER), "simulate": (*GRID, "benchmarks/planner/trace.py"), "skill_demo": MODEL,

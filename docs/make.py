@@ -58,11 +58,11 @@ def checkpoint_table() -> str:
     lines = ["| | median | range |", "|---|---|---|"]
     for told, name, form, unit in (
         ("a save where nothing else happens", "save alone, s", ".1f", " s"),
-        ("over writing the same bytes to one file", "save_over_raw_write", ".1f", " times"),
+        ("its time, over that of writing the same bytes to one file", "save_over_raw_write", ".1f", " times"),
         ("a save while the model trains on the same two cores", "save while training, s", ".1f", " s"),
         ("the loop waits for such a save", "stall, s", ".2f", " s"),
         ("the same, as a share of the save", "stall_over_save", ".1%", ""),
-        ("the loop waits for the first one, which gets the memory", "first stall, s", ".1f", " s"),
+        ("the loop waits for the first one, which allocates the memory", "first stall, s", ".1f", " s"),
         (
             "lost to slower steps beside it, as a share of the save",
             "steps slower while it saves, over the save",

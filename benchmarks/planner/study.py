@@ -132,7 +132,7 @@ def _faster_memory(job: Job) -> Job:
 
 # What a job could have: of the code, with its flag, or of the machine.
 MENDS: dict[str, Callable[[Job], Job]] = {
-    "frames that are there (`--stage_dir`, at best)": without_files,
+    "all files on each node already (`--stage_dir`), free to read": without_files,
     "frames of 16 bits, or storage twice as fast": _faster_storage,
     "links twice as fast, or half the bytes": _faster_links,
     "links without latency": _no_latency,

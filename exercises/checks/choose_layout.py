@@ -12,7 +12,8 @@ from utils.config.reader import keys_given, load_config
 MINUTES, DEFINES = 30, "FLAGS"
 AFTER = "2-model-parallel.md#which-layout"
 HINTS = """
-Hours are 30,000 steps; GPU hours are that times the GPUs. The planner tells the ms of a step. What do 64 GPUs take?
+Hours are 30,000 times the seconds of a step; GPU hours are hours times GPUs. The planner tells the ms of a step. What
+do 64 GPUs take?
 
 If twice the GPUs took half the time, GPU hours would stay as they are. So begin with as few GPUs as are fast enough,
 and look how much they lose to what they send.

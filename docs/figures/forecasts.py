@@ -50,8 +50,9 @@ def figures_of(name: str, skill: dict[str, Any]) -> dict[str, float]:
             for band, (first, last) in BANDS[name].items():
                 about = f"{name} {channel} {hours:.0f} waves {band}"
                 power, there = sum(model[first : last + 1]), sum(truth[first : last + 1])
-                found[f"{about}, kept"] = power / there if there else float("inf")
-                found[f"{about}, of the truth's total"] = power / sum(truth[1:])
+                found[f"{about}, of the truth's waves"] = power / sum(truth[1:])
+                if there > 1e-6 * sum(truth[1:]):
+                    found[f"{about}, kept"] = power / there
     return found
 
 

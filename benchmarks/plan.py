@@ -176,8 +176,8 @@ def thinned(found: list[Outlook]) -> list[Outlook]:
         return found
     first, last = found[0].bytes, found[-1].bytes
     limits = (first * (last / first) ** (i / (SHOWN - 1)) for i in range(SHOWN - 1))
-    fastest = [next(x for x in found if x.bytes <= limit) for limit in limits]
-    return [*dict.fromkeys([*fastest, found[-1]])]
+    chosen = {next(i for i, x in enumerate(found) if x.bytes <= limit) for limit in limits}
+    return [found[i] for i in sorted(chosen | {len(found) - 1})]
 
 
 def errors(machine: Machine) -> str:

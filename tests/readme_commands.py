@@ -41,7 +41,8 @@ def run(pages: list[Path], iterations: int | None) -> bool:
     """Run the commands of some pages, one after another; return whether all succeeded."""
     # `python` and `torchrun` of the pages are those of the environment that runs this.
     here = str(Path(sys.executable).parent)
-    env = {**os.environ, "PATH": here + os.pathsep + os.environ["PATH"]}
+    threads = str(max(1, (os.cpu_count() or 2) // 2))  # a half of the cores for each of the two rows of commands
+    env = {"OMP_NUM_THREADS": threads, **os.environ, "PATH": here + os.pathsep + os.environ["PATH"]}
     for command in commands("".join(page.read_text() for page in pages)):
         if command.startswith(("make demo", "make test", "git ", "cd ", "source ")):
             continue  # CI calls these two itself, in a clone of its own

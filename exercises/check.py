@@ -36,7 +36,7 @@ EXERCISES = (
     "prefetcher", "collective_gradients", "tensor_parallel_mlp", "context_attention", "missing_reduction",
     "owned_adam", "choose_layout", "frozen_value", "safe_checkpoint", "late_rank",
 )  # fmt: skip
-STARTING, CHECKING = 600, 60  # s: all ranks of one size together
+STARTING, CHECKING, QUIET = 600, 60, 10  # s: all ranks of one size together; without a word, until it says so
 
 
 def checks_of(name: str) -> ModuleType:
@@ -118,8 +118,8 @@ def on_ranks(name: str, path: str, size: int, folder: str) -> str | None:
                     return f"a process ended with code {dead[0]}, and said nothing"
                 quiet = time.monotonic() - since
                 if quiet < (STARTING if left["here"] else CHECKING):
-                    if not left["here"] and 10 <= quiet < 11:
-                        print(f"  (nothing for 10 s; it ends after {CHECKING})", flush=True)
+                    if not left["here"] and QUIET <= quiet < QUIET + 1:
+                        print(f"  (nothing for {QUIET} s; it ends after {CHECKING})", flush=True)
                     continue
                 if size == 1:
                     return f"nothing happened for {CHECKING} s: what does it wait for?"

@@ -1,6 +1,7 @@
 """The pages: figures are those of the records, links arrive, what is named exists, questions have answers."""
 
 import re
+import tomllib
 from functools import cache
 
 import pytest
@@ -116,6 +117,14 @@ def test_the_records_are_good_enough():
     for source, figures in bounds.items():
         for figure, (least, most) in figures.items():
             assert least <= make.record(source)["figures"][figure] <= most, (source, figure)
+
+
+def test_the_version_is_the_same_everywhere():
+    """CONTRIBUTING.md says where."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == version
+    releases = re.findall(r"^## (\d\S*), \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert releases[0] == version
 
 
 def test_the_readme_is_short_and_chapter_1_is_about_one_device():

@@ -64,10 +64,11 @@ def solution_with(tmp_path, name, changes):
 
 
 def test_ranks_that_wait_for_each_other(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(check, "CHECKING", 12)
+    monkeypatch.setattr(check, "CHECKING", 4)
+    monkeypatch.setattr(check, "QUIET", 1)
     changes = {"dist.all_reduce(x)": "dist.all_reduce(x) if dist.get_rank() else dist.recv(x, 1)"}
     code, told = checked(solution_with(tmp_path, "collective_gradients", changes), capsys)
-    assert code == 1 and "nothing for 10 s; it ends after 12" in told and "the ranks wait for each other" in told, told
+    assert code == 1 and "nothing for 1 s; it ends after 4" in told and "the ranks wait for each other" in told, told
 
 
 def test_what_is_right_is_said_before_what_is_not(tmp_path, capsys):

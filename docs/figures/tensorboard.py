@@ -1,4 +1,4 @@
-"""TensorBoard in a real browser: chapter 5's pictures of it, from the runs in runs/ and docs/example_logs.
+"""TensorBoard in a real browser: chapter 5's pictures of it, from the run of `make demo` and docs/example_logs.
 
     python docs/figures/tensorboard.py
 
@@ -56,7 +56,10 @@ def main() -> None:
     sys.path[0] = str(ROOT)  # not this folder, whose tensorboard.py would hide the package
     from docs.browser import started_browser
 
-    with tensorboard("--logdir_spec", "mine:runs,example:docs/example_logs") as address, started_browser() as browser:
+    with (
+        tensorboard("--logdir_spec", "mine:runs/demo/1GPU/00/logs,example:docs/example_logs") as address,
+        started_browser() as browser,
+    ):
         for name, place in {"scalars": f"scalars&tagFilter={TAGS}", "images": "images"}.items():
             page = shown(browser, f"{address}/#{place}")
             page.screenshot(path=ROOT / f"docs/figures/tensorboard_{name}.png")

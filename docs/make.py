@@ -2,6 +2,7 @@
 
     <!-- from: step.table -->                        until <!-- end -->: what TABLES has under this name
     <!-- figure: checkpoint; load, s; .1f -->        a figure of benchmarks/results/checkpoint.json, in this format
+    <!-- figure: ensembles; A // B; .2f -->          the quotient of two
 
 Where a figure's mark began a line, Markdown would end the paragraph there.
 """
@@ -50,6 +51,13 @@ def record(name: str) -> dict[str, Any]:
 
 def measured(name: str) -> tuple[dict[str, float], dict[str, list[float]]]:
     return record(name)["figures"], record(name)["spread"]
+
+
+def figure_of(source: str, name: str) -> float:
+    """Return a figure of a record, or `A // B`, the quotient of two. Raises KeyError for what it has not."""
+    figures = record(source)["figures"]
+    over, _, under = name.partition(" // ")
+    return figures[over] / figures[under] if under else figures[name]
 
 
 def checkpoint_table() -> str:
@@ -199,7 +207,7 @@ def rewritten(page: str) -> str:
         kind, name, _ = found.groups()
         if kind == "figure":
             source, figure, form = name.split("; ")
-            text = format(record(source)["figures"][figure], form)
+            text = format(figure_of(source, figure), form)
         else:
             is_ladder = name.startswith("ladder_")
             text = f"\n{ladder_report.markdown(name, record(name)) if is_ladder else TABLES[name]()}\n"

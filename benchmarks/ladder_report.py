@@ -96,13 +96,16 @@ def markdown(ladder: str, record: dict[str, Any]) -> str:
 
 
 def own_flags(found: list[Row]) -> str:
-    """Return the flags that each rung of a table has and others of it have not; of one after another nothing."""
+    """Return what each rung of a table runs that others of it do not: flags, a script; of one after another nothing."""
     if any(row["name"].startswith("+ ") for row in found):
         return ""
     shared = set.intersection(*(set(row["flags"].split()) for row in found))
-    own = {row["name"]: " ".join(flag for flag in row["flags"].split() if flag not in shared) for row in found}
-    told = [f"{name} `{flags}`" for name, flags in own.items() if flags]
-    return f"(Flags: {', '.join(told)}.)" if told else ""
+    told = []
+    for row in found:
+        script = [] if row["script"] in ("train.py", "train_mp.py") else [row["script"]]
+        if own := script + [flag for flag in row["flags"].split() if flag not in shared]:
+            told.append(f"{row['name']}: `{' '.join(own)}`")
+    return f"(Flags: {'; '.join(told)}.)" if told else ""
 
 
 def picture(rows: list[Row], title: str) -> Figure:

@@ -110,7 +110,7 @@ def on_ranks(name: str, path: str, size: int, folder: str) -> str | None:
     ranks = [context.Process(target=run, args=(name, path, rank, *given), daemon=True) for rank in range(size)]
     for process in ranks:
         process.start()
-    left, since = {"here": size, "done": size}, time.monotonic()
+    left, since, is_told = {"here": size, "done": size}, time.monotonic(), False
     try:
         while left["done"]:
             if not told.poll(1):
@@ -118,14 +118,15 @@ def on_ranks(name: str, path: str, size: int, folder: str) -> str | None:
                     return f"a process ended with code {dead[0]}, and said nothing"
                 quiet = time.monotonic() - since
                 if quiet < (STARTING if left["here"] else CHECKING):
-                    if not left["here"] and QUIET <= quiet < QUIET + 1:
+                    if quiet >= QUIET and not left["here"] and not is_told:
                         print(f"  (nothing for {QUIET} s; it ends after {CHECKING})", flush=True)
+                        is_told = True
                     continue
                 if size == 1:
                     return f"nothing happened for {CHECKING} s: what does it wait for?"
                 return "the ranks wait for each other: do all of them call the same collectives, in the same order?"
             kind, what = told.recv()
-            since = time.monotonic()
+            since, is_told = time.monotonic(), False
             if kind == "wrong":  # the others may wait for the one that failed
                 return what
             if kind == "right":

@@ -10,6 +10,7 @@ from docs import ages, make
 from docs.figures import vit
 from tests.helpers import ROOT
 from tests.readme_commands import PAGES as CHAPTERS
+from tests.readme_commands import ROWS
 from utils.config.reader import load_config
 from utils.config.settings import FIELDS
 from utils.forecast.settings import Evaluation, Outlook, flags
@@ -130,6 +131,7 @@ def test_the_readme_is_short_and_chapter_1_is_about_one_device():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
     assert not re.search(r"\b(tp|cp)\b", CHAPTERS[1].read_text())
     assert [page.name[:2] for page in CHAPTERS[1:]] == [f"{chapter}-" for chapter in range(1, 7)]
+    assert sorted(sum(ROWS, [])) == [*range(len(CHAPTERS))]  # the commands of each page run once
 
 
 def test_every_question_has_an_answer():

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 from collections import Counter
 
 import pytest
@@ -366,3 +367,11 @@ def test_a_machine_is_measured_by_its_ranks(tmp_path):
         outlook_of(config, machine, 4)
     with pytest.raises(ValueError, match="do not fill nodes of 2"):
         outlook_of(config, machine, 3)
+
+
+def test_a_long_front_is_thinned_by_limits_of_memory(monkeypatch):
+    """For each limit the fastest that keeps it: a step down in memory is never passed over for a slower one."""
+    monkeypatch.setattr(plan, "SHOWN", 5)
+    found = [types.SimpleNamespace(seconds=i, bytes=size) for i, size in enumerate((160, 150, 80, 79, 78, 41, 20, 10))]
+    assert [x.bytes for x in plan.thinned(found)] == [160, 80, 20, 10]  # limits: 160, 80, 40, 20, 10
+    assert plan.thinned(found[:5]) == found[:5]

@@ -101,6 +101,7 @@ def test_the_examples_open_beside_a_readers_run(board):
 
 @pytest.fixture(scope="module")
 def browser():
+    pytest.importorskip("playwright", reason="Playwright is not installed: pip install -r requirements-tools.txt")
     reason = None if find_browser() else install(BROWSERS[:1], "chromium")
     if reason:
         pytest.skip(reason)

@@ -100,6 +100,7 @@ def served(folder):
 
 @pytest.fixture(scope="module")
 def browser():
+    pytest.importorskip("playwright", reason="Playwright is not installed: pip install -r requirements-tools.txt")
     if find_browser() is None:
         pytest.skip("there is no Chromium here: apt-get install chromium")
     with started_browser() as browser:

@@ -10,6 +10,7 @@ GPU the copy is on its stream, and the stall is the time there, from the end of 
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import statistics
@@ -18,6 +19,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.data import PLAIN
 from benchmarks.harness.record import Figures, write_record
+from utils.checkpoint import storage
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.background import Checkpointer
 from utils.checkpoint.state import TrainingState
@@ -69,11 +72,26 @@ def save(bench: Bench, checkpointer: Checkpointer, iteration: int) -> dict[str, 
 
 def save_alone(state: TrainingState, folder: Path) -> float:
     """Save once while nothing else happens; return the time, s."""
+    os.sync()
     start = time.perf_counter()
     checkpoint.save(folder, state.shards, {}, dist.group.WORLD)
     took = time.perf_counter() - start
     checkpoint.remove([folder])
     return took
+
+
+def cost_of_checksums(state: TrainingState, folder: Path, saves: int) -> float:
+    """Return the time of a save over that of one without checksums, less 1: the least of so many each, in turns.
+
+    A disk's own time varies by far more than checksums take.
+    """
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for i in range(2 * saves):
+        has_checksums = i % 4 in (0, 3)
+        none = mock.patch.object(storage, "checksum", lambda *_: 0)
+        with contextlib.nullcontext() if has_checksums else none:
+            times[has_checksums].append(save_alone(state, folder))
+    return min(times[True]) / min(times[False]) - 1
 
 
 def raw_write(tensors: list[torch.Tensor], path: Path) -> float:
@@ -88,6 +106,14 @@ def raw_write(tensors: list[torch.Tensor], path: Path) -> float:
     took = time.perf_counter() - start
     path.unlink()
     return took
+
+
+def checksums_alone(folder: Path) -> float:
+    """Return the time of the checksums of all files of a checkpoint, s."""
+    start = time.perf_counter()
+    for path in folder.iterdir():
+        storage.checksum(path)
+    return time.perf_counter() - start
 
 
 def load(state: TrainingState, folder: Path) -> float:
@@ -130,7 +156,9 @@ def measure(bench: Bench, folder: Path, rounds: int) -> dict[str, list[float]]:
         "first stall, s": [first["stall"]],
         "load, s": [load(state, last) for _ in range(rounds)],
         "million parameters": [sum(p.numel() for p in bench.model.parameters()) / 1e6],
-        "GB": [sum(checkpoint.read_info(last)["files"].values()) / 1e9],
+        "GB": [sum(path.stat().st_size for path in last.iterdir()) / 1e9],
+        "checksums, over a save": [cost_of_checksums(state, folder / "alone", 3 * rounds)],
+        "checksums alone, s": [checksums_alone(last) for _ in range(rounds)],
     }
 
 

@@ -23,7 +23,7 @@ MEASURES = {
     "evaluation": ("evaluate.py", "utils/forecast"), "faults": (*GRID, *SAVING, "utils/ranks"),
     "forecasts": (*MODEL, "evaluate.py", "utils/forecast"), "ladder_base": MODEL,
     "ladder_demo": GRID, "loader": READING, "memory": MODEL, "observers": ("utils/measure", "utils/spans.py"),
-    "optimizers": ("utils/optimizers.py",), "plan": (*GRID, *PLANNER), "plan_mp": (*GRID, *PLANNER),
+    "overlap": MODEL, "optimizers": ("utils/optimizers.py",), "plan": (*GRID, *PLANNER), "plan_mp": (*GRID, *PLANNER),
     "scaling": (*GRID, *PLANNER), "simulate": (*GRID, "benchmarks/planner/trace.py"), "skill_demo": MODEL,
     "skill_era5_djf": MODEL, "startup": ("utils/ranks",), "step": MODEL,
 }  # fmt: skip

@@ -3,6 +3,7 @@
     <!-- from: step.table -->                        until <!-- end -->: what TABLES has under this name
     <!-- figure: checkpoint; load, s; .1f -->        a figure of benchmarks/results/checkpoint.json, in this format
     <!-- figure: ensembles; A // B; .2f -->          the quotient of two
+    <!-- figure: roofline; formula over flash; .0f --> computed from datasheets (docs/figures/roofline.py)
 
 Where a figure's mark began a line, Markdown would end the paragraph there.
 """
@@ -55,7 +56,7 @@ def measured(name: str) -> tuple[dict[str, float], dict[str, list[float]]]:
 
 def figure_of(source: str, name: str) -> float:
     """Return a figure of a record, or `A // B`, the quotient of two. Raises KeyError for what it has not."""
-    figures = record(source)["figures"]
+    figures = roofline.figures() if source == "roofline" else record(source)["figures"]
     over, _, under = name.partition(" // ")
     return figures[over] / figures[under] if under else figures[name]
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from utils.checkpoint.info import INFO, read_info, write_info
 from utils.files import read_events
 
 # Ranks are forked from a server that has imported the scripts already: a start takes a tenth of a second.
@@ -279,3 +280,10 @@ def _be_rank(command: list[str] | Callable, args: tuple, env: dict[str, str], ou
     else:
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
+
+
+def change_info(folder: Path, **entries) -> None:
+    """Change what a checkpoint says of itself, as a run would have written it."""
+    info = read_info(folder)
+    (folder / INFO).unlink()
+    write_info(folder, info | entries)

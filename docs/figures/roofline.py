@@ -73,6 +73,15 @@ COMPILED = [
 MATH = attention("attention, plain formula", flash=False)
 
 
+def figures() -> dict[str, float]:
+    """Return the figures of chapter 1's text."""
+    flash = next(part for part in EAGER if part.name == "attention")
+    return {
+        "attention's FLOPs": flash.flops / sum(part.flops for part in EAGER),
+        "formula over flash": MATH.seconds("H100") / flash.seconds("H100"),
+    }
+
+
 def table() -> str:
     """Return the time of each kind of part on an H100, at the least, as chapter 1 shows it."""
     lines = ["| on an H100, at the least | matrix products | attention | all else | in all |", "|---|---|---|---|---|"]

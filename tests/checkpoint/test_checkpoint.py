@@ -11,10 +11,11 @@ import torch
 
 import train
 import train_mp
-from tests.helpers import ROOT, losses, records, resume_here, run_folder, run_here, tiny_flags
+from tests.helpers import ROOT, change_info, losses, records, resume_here, run_folder, run_here, tiny_flags
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint import weights
 from utils.checkpoint.__main__ import main as checkpoint_main
+from utils.checkpoint.info import read_info
 from utils.checkpoint.state import host_memory
 from utils.config.reader import load_config
 from utils.errors import Ended
@@ -51,7 +52,7 @@ def test_the_newest_checkpoints_are_kept_and_the_best(soon_best, tiny):
     run_here(tiny_flags(tiny, *FLAGS, "--resume", "auto"))  # knows which one is the best
     assert names(folder) == ["00000006-validated", "00000004-validated", "00000002-validated"]
     told = [e["valid_loss"] for e in records(folder, "epoch")]
-    info = checkpoint.read_info(folder / "checkpoints/00000006-validated")
+    info = read_info(folder / "checkpoints/00000006-validated")
     assert min(told) == told[0] == info["best"]["loss"] and info["best"]["name"] == "00000002-validated"
     folder = run_here(tiny_flags(tiny, *FLAGS, "--run_num", "one", "--keep_checkpoints", "1"))
     assert names(folder) == ["00000006-validated"]  # the best, too
@@ -70,27 +71,27 @@ def test_a_best_checkpoint_that_is_gone_is_not_the_best(soon_best, tiny):
         shutil.rmtree(soon_best / "checkpoints" / name)
     run_here(tiny_flags(tiny, *FLAGS, "--resume", "auto"))
     last = records(soon_best, "epoch")[-1]["valid_loss"]
-    best = checkpoint.read_info(soon_best / "checkpoints/00000006-validated")["best"]
+    best = read_info(soon_best / "checkpoints/00000006-validated")["best"]
     assert best == {"loss": last, "name": "00000006-validated"}
 
 
 def test_a_checkpoint_says_where_it_stands(tiny):
     folder = run_here(tiny_flags(tiny, "--num_iters", "6", "--checkpoint_every", "3", "--keep_checkpoints", "9"))
-    info = checkpoint.read_info(folder / "checkpoints/00000003")
+    info = read_info(folder / "checkpoints/00000003")
     assert (info["iteration"], info["epochs"], info["samples"], info["is_finished"]) == (3, 1, 24, False)
     assert info["epoch_losses"] == losses(folder)[2:3] and info["train_samples"] == 21
     assert info["config"]["num_iters"] == 6 and info["versions"]["torch"] == torch.__version__
-    assert checkpoint.read_info(folder / "checkpoints/00000006-validated")["is_finished"]
+    assert read_info(folder / "checkpoints/00000006-validated")["is_finished"]
     assert not list((folder / "checkpoints").glob("*.part"))
 
 
 def test_checkpoints_of_another_format_are_refused(tiny):
     argv = tiny_flags(tiny, *FLAGS, "--keep_checkpoints=1")
     file = run_here(argv) / "checkpoints/00000006-validated/info.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
     with pytest.raises(ValueError, match="no checkpoint of .* can be read"):
         run_here([*argv, "--resume", "auto"])
-    assert "has format 2, and this code reads 1" in (run_folder(argv) / "out.log").read_text()
+    assert "has format 3, and this code reads 2" in (run_folder(argv) / "out.log").read_text()
 
 
 def test_no_checkpoints_if_none_are_asked_for(tiny):
@@ -109,7 +110,7 @@ def test_a_time_limit_saves_and_stops(tiny):
         run_here(argv)
     folder = run_folder(argv)
     assert ended.value.args == (75,) and "iterations: the time limit" in (folder / "out.log").read_text()
-    done = checkpoint.read_info(folder / "checkpoints" / names(folder)[0])["iteration"]
+    done = read_info(folder / "checkpoints" / names(folder)[0])["iteration"]
     assert 1 < done < 500 and len(losses(folder)) == done
 
 
@@ -223,7 +224,7 @@ def test_the_best_that_was_not_written_is_not_the_best(tiny, monkeypatch):
     folder = run_here(tiny_flags(tiny, "--num_iters=8", "--checkpoint_every=2", "--keep_checkpoints=1"))
     told = [e["valid_loss"] for e in records(folder, "epoch")]
     assert told[1] == min(told) and names(folder) == ["00000008-validated", "00000002-validated"]
-    best = checkpoint.read_info(folder / "checkpoints/00000008-validated")["best"]
+    best = read_info(folder / "checkpoints/00000008-validated")["best"]
     assert best == {"loss": told[0], "name": "00000002-validated"}
 
 
@@ -244,8 +245,7 @@ def test_without_a_readable_checkpoint_nothing_begins(tiny, damage):
         if damage == "info":
             (path / "info.json").write_text("{")
         else:  # of the right size
-            info = json.loads((path / "info.json").read_text())
-            (path / "info.json").write_text(json.dumps({**info, "is_finished": False}))
+            change_info(path, is_finished=False)
             file = path / "__0_0.distcp"
             file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(ValueError, match=r"no checkpoint of .* can be read \(out.log says why\): start anew"):
@@ -291,7 +291,7 @@ def test_weights_leave_a_run_and_begin_another(tiny, script, name):
     model.load_state_dict(torch.load(out, weights_only=True))
     info = folder / "checkpoints/00000006-validated/info.json"
     told_before = {name: x for name, x in json.loads(info.read_text()).items() if name != "stacked"}
-    info.write_text(json.dumps(told_before))  # as older checkpoints are
+    info.write_text(json.dumps({**told_before, "format": 1}))  # as older checkpoints are
     assert weights.read_weights(info.parent).keys() == model.state_dict().keys()
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in weights.read_weights(info.parent).items())
     count = sum(p.numel() for p in model.parameters())

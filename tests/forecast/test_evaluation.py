@@ -20,6 +20,7 @@ from tests.helpers import (
     ROOT,
     STEP,
     call_here,
+    change_info,
     clean_environment,
     fields,
     run_here,
@@ -28,6 +29,7 @@ from tests.helpers import (
     write_file,
 )
 from utils.checkpoint import store as checkpoint
+from utils.checkpoint.info import read_info
 from utils.checkpoint.weights import export
 from utils.config.settings import Config
 from utils.data import ring
@@ -309,11 +311,10 @@ def test_data_that_has_moved(trained, tmp_path):
 def test_what_an_evaluation_takes_from_the_training(trained, tmp_path):
     (newest, *_) = checkpoint.find(trained / "runs/tiny/1GPU/00/checkpoints")
     copy = shutil.copytree(newest, tmp_path / newest.name)
-    info = json.loads((copy / "info.json").read_text())
+    info = read_info(copy)
     own = dict(mlp_chunks=2, tf32=False, num_data_workers=3)
     others = dict(device="cuda", enable_jit=True, comm_timeout="1m", tracker="mlflow", init_from="x", report=True)
-    info["config"] |= own | others
-    (copy / "info.json").write_text(json.dumps(info))
+    change_info(copy, config=info["config"] | own | others)
     config = load_evaluation(["--checkpoint", str(copy)])[1]
     assert {name: getattr(config, name) for name in own} == own
     assert {name: getattr(config, name) for name in others} == {name: getattr(Config, name) for name in others}
@@ -325,12 +326,11 @@ def test_a_data_dir_that_moves_nothing_is_said_to(trained, tmp_path):
     """A run whose paths have another folder at their front."""
     (newest, *_) = checkpoint.find(trained / "runs/tiny/1GPU/00/checkpoints")
     copy = shutil.copytree(newest, tmp_path / newest.name)
-    info = json.loads((copy / "info.json").read_text())
+    info = read_info(copy)
     paths = {
         name: "mine/" + Path(path).name for name, path in info["config"].items() if name.endswith("_path") and path
     }
-    info["config"] |= paths | {"data_dir": None}
-    (copy / "info.json").write_text(json.dumps(info))
+    change_info(copy, config=info["config"] | paths | {"data_dir": None})
     _, config, _, remarks = load_evaluation(["--checkpoint", str(copy), "--data_dir", str(tmp_path)])
     assert remarks == ["data_dir changes nothing: no path of the training begins with /data"]
     assert config.time_means_path == "mine/time_means.npy"

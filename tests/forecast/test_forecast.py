@@ -18,8 +18,20 @@ from safetensors.torch import load_file
 import evaluate
 import forecast
 from tests.forecast.evaluations import NAMES, flags, truth
-from tests.helpers import ROOT, call_here, clean_environment, fields, run_here, run_ranks, tiny_flags, write_file
+from tests.helpers import (
+    ROOT,
+    call_here,
+    change_info,
+    clean_environment,
+    fields,
+    run_here,
+    run_ranks,
+    tiny_flags,
+    write_file,
+)
+from utils.checkpoint import store as checkpoint
 from utils.checkpoint.__main__ import main as checkpoint_main
+from utils.checkpoint.info import read_info
 from utils.checkpoint.weights import choose, read_weights
 from utils.data.variables import variable
 from utils.errors import ReadError, Refused
@@ -393,10 +405,9 @@ def test_the_same_command_goes_on_and_another_begins_anew(trained, exported, tmp
 
 def test_a_run_whose_data_are_gone_says_what_to_give(trained, tmp_path):
     run = shutil.copytree(trained / "runs/tiny/1GPU/00", tmp_path / "run")
-    for path in run.glob("checkpoints/*/info.json"):
-        info = json.loads(path.read_text())
-        info["config"] |= {"train_data_path": "/gone/train", "data_dir": None}
-        path.write_text(json.dumps(info))
+    for path in checkpoint.find(run / "checkpoints"):
+        gone = {"train_data_path": "/gone/train", "data_dir": None}
+        change_info(path, config=read_info(path)["config"] | gone)
     with pytest.raises(ValueError, match="no data folder '/gone/train': .* give --data_dir"):
         Trained.open(run)
     assert Trained.open(run, data_dir=str(trained)).fields.in_names == NAMES

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from tests.helpers import SERVER, clean_environment, free_port, records, run_folder, tiny_flags
 from tests.proofs.injections import At, Fault, Send
 from utils.checkpoint import store as checkpoint
+from utils.checkpoint.info import read_info
 from utils.observers import Observer
 
 
@@ -167,7 +168,7 @@ def begun_and_ended(first: Grid, then: Grid, folder: Path, name: str, *flags: st
 def newest_iteration(run_folders: Iterable[Path]) -> int:
     """Return how far the newest complete checkpoint is; 0 where there is none."""
     found = [folder for run in run_folders for folder in checkpoint.find(run / "checkpoints")]
-    return max((checkpoint.read_info(folder)["iteration"] for folder in found), default=0)
+    return max((read_info(folder)["iteration"] for folder in found), default=0)
 
 
 def worst_error(path: Path, serial: Path) -> tuple[float, float]:

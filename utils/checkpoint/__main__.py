@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from utils.checkpoint.store import Unreadable, find, is_name, metadata, read_info
+from utils.checkpoint.info import Unreadable, is_name, read_info
+from utils.checkpoint.store import find, metadata
 from utils.checkpoint.weights import export
 
 WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors")

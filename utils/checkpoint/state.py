@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.boxes import Boxes, Place
+from utils.checkpoint.info import Unreadable
 from utils.ema import MovingAverage
 from utils.optimizers import init_moments, kept_of
 from utils.ranks.agree import first_message
@@ -132,10 +133,10 @@ class TrainingState:
         error, there = None, {}
         try:
             there = checkpoint.metadata(folder)
-        except checkpoint.Unreadable as found:
+        except Unreadable as found:
             error = str(found)
         if error := first_message(error):
-            raise checkpoint.Unreadable(error)
+            raise Unreadable(error)
         return there
 
 

@@ -3,13 +3,11 @@
     checkpoints/00000128/               after 128 iterations
     checkpoints/00000250-validated/     after 250, and a validation
         *.distcp  .metadata             tensors (utils/checkpoint/state.py), by torch.distributed.checkpoint
-        info.json                       all that is no tensor, and the sizes of these files
+        info.json                       all that is no tensor, and the sizes of these files (utils/checkpoint/info.py)
 
 Every rank writes its part, aside: into 00000128.part. It is synced to the disk, info.json last, and then renamed.
 """
 
-import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
@@ -21,16 +19,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from utils.checkpoint.info import Unreadable, is_name, write_info
+from utils.checkpoint.storage import METADATA, Reader, Writer
 from utils.errors import first_line
-from utils.files import complete, part_of, write_text
+from utils.files import complete, part_of
 
-FORMAT = 1
-INFO = "info.json"
 FAILURES = (Exception, dcp.CheckpointException)  # the second is none of the first
-
-
-class Unreadable(ValueError):
-    """A checkpoint that is damaged or incomplete."""
 
 
 def save(
@@ -54,13 +48,10 @@ def save(
         if is_main:
             remove(folder.parent.glob("*.part"))  # of a process that was killed, of ranks that lost each other
         _share(None, group)
-        # Copying ahead is for tensors on a GPU: it would wait for the GPU now and then.
-        writer = dcp.FileSystemWriter(part, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
-        dcp.save(shards(), storage_writer=writer, process_group=group)
+        dcp.save(shards(), storage_writer=Writer(part), process_group=group)
         if is_main:
             sync()
-            sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
-            write_text(part / INFO, json.dumps({"format": FORMAT, **info, "files": sizes}, indent=1))
+            write_info(part, info)
             complete(folder)
     except FAILURES as found:  # of any rank: dcp raises on all of them
         error = reason(found)
@@ -85,31 +76,12 @@ def reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def read_info(folder: Path) -> dict[str, Any]:
-    """Return the info of a complete checkpoint. Raises Unreadable, with the file at fault, for another one."""
-    try:
-        info = json.loads((folder / INFO).read_text())
-        files = info["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Unreadable(f"{folder} is not complete ({type(error).__name__} in {INFO})") from None
-    for name, size in files.items():
-        try:
-            found = (folder / name).stat().st_size
-        except OSError as error:
-            raise Unreadable(f"{folder / name}: {error.strerror}") from None
-        if found != size:
-            raise Unreadable(f"{folder / name} has {found:,} bytes, not {size:,}")
-    if info["format"] != FORMAT:
-        raise Unreadable(f"{folder} has format {info['format']}, and this code reads {FORMAT}")
-    return info
-
-
 def metadata(folder: Path) -> dict[str, Any]:
     """Return dcp's description of each tensor, with `size` and `properties.dtype`, by name. Raises Unreadable."""
     try:
-        return dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+        return dict(Reader(folder).read_metadata().state_dict_metadata)
     except FAILURES as error:  # a damaged file can raise anything
-        raise Unreadable(f"{folder / '.metadata'}: {reason(error)}") from None
+        raise Unreadable(f"{folder / METADATA}: {reason(error)}") from None
 
 
 def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
@@ -120,7 +92,7 @@ def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(shards, storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
+            dcp.load(shards, storage_reader=Reader(folder), no_dist=alone)
     except FAILURES as error:
         raise Unreadable(f"{folder}: {reason(error)}") from None
 
@@ -136,11 +108,6 @@ def read(folder: Path, prefix: str) -> dict[str, Tensor]:
 def name(iteration: int, is_validated: bool) -> str:
     """Return the name of a checkpoint's folder. In the order of names, a later one follows an earlier one."""
     return f"{iteration:08d}" + "-validated" * is_validated
-
-
-def is_name(text: str) -> bool:
-    """Is this the name of a checkpoint's folder?"""
-    return re.fullmatch(r"\d{8,}(-validated)?", text) is not None
 
 
 def find(folder: Path) -> list[Path]:

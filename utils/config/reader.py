@@ -160,12 +160,25 @@ def default_yaml() -> str:
     return YAML_CONFIG if Path(YAML_CONFIG).exists() else str(Path(__file__).parents[2] / YAML_CONFIG)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice: YAML would take the last one, in silence."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node, lines = super().compose_mapping_node(anchor), {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.YAMLError(f"{name!r} stands in line {lines[name]} and again in line {line}: remove one")
+            lines[name] = line
+        return node
+
+
 def _read_section(path: str, section: str) -> dict[str, Any]:
     try:
-        sections = yaml.safe_load(Path(path).read_text())
+        sections = yaml.load(Path(path).read_text(), _Loader)  # safe: a SafeLoader
     except OSError as error:
         raise ValueError(f"cannot read the configuration {path} ({error.strerror}): check --yaml_config") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
         raise ValueError(f"{path} must hold named sections of flat keys, such as 'base: {{embed_dim: 384}}'")

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from utils.checkpoint import store as checkpoint
+from utils.checkpoint.info import INFO
 from utils.checkpoint.weights import FILE
 from utils.config.settings import Config
 from utils.errors import STOPPED, Ended
@@ -154,7 +154,7 @@ def seen(path: str | Path) -> list[str | int]:
 
 def seen_model(source: Path) -> list[str | int]:
     """Return the same of a checkpoint, of an exported folder, or of a file of weights."""
-    inside = (path for name in (checkpoint.INFO, FILE) if (path := source / name).exists())
+    inside = (path for name in (INFO, FILE) if (path := source / name).exists())
     return [str(source), *seen(next(inside, source))[1:]]
 
 

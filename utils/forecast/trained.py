@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from utils.checkpoint.store import is_name
+from utils.checkpoint.info import is_name
 from utils.checkpoint.weights import FILE, choose, load_tensors, read_weights, save_tensors, set_weights
 from utils.config.reader import cast, load_config, move_data
 from utils.config.settings import FIELDS, Config, affecting

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from utils.checkpoint import store as checkpoint
-from utils.checkpoint.store import Unreadable
+from utils.checkpoint.info import Unreadable, read_info
 from utils.config.settings import Config, affecting
 from utils.files import lock
 
@@ -37,7 +37,7 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
     Raises ValueError where it cannot be written or another run is at work in it, where there is nothing to resume, and
     where a key that decides training has changed.
     """
-    if config.run_num in ("", ".", "..") or "/" in config.run_num:
+    if config.run_num in ("", ".", "..") or "/" in config.run_num or not config.run_num.isprintable():
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
     found = _find(config)
     if found is None:
@@ -169,7 +169,7 @@ def _read_run(path: Path) -> RunFolder:
     for folder in folders:
         info = None
         try:
-            info = checkpoint.read_info(folder)
+            info = read_info(folder)
             if folder.with_name(str(info["best"]["name"])) not in folders:  # a better one came later, and is lost
                 info["best"] = {"loss": None, "name": None}
         except Unreadable as error:

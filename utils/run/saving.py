@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.background import Checkpointer
-from utils.checkpoint.store import Unreadable
+from utils.checkpoint.info import Unreadable
 from utils.config.settings import interval, seconds
 from utils.data.dataset import Job
 from utils.errors import NOT_SAVED, STOPPED, Ended, Refused

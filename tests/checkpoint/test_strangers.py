@@ -1,0 +1,274 @@
+"""Files of strangers: nothing that is loaded runs code, lies outside its folder, or claims more bytes than it has."""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from tests.helpers import run_folder, run_here, tiny_flags
+from utils.checkpoint import store as checkpoint
+from utils.checkpoint.__main__ import main as checkpoint_main
+from utils.checkpoint.info import Unreadable, read_info, write_info
+from utils.checkpoint.storage import checksum
+from utils.checkpoint.weights import load_tensors, read_weights
+
+TENSOR = "model.pos_embed"
+FLAGS = ("--num_iters=2", "--keep_checkpoints=1")
+
+
+class Evil:
+    """Runs a shell command when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def newest(tiny):
+    """A checkpoint whose files a stranger may change."""
+    (found,) = checkpoint.find(run_here(tiny_flags(tiny, *FLAGS)) / "checkpoints")
+    return found
+
+
+def described(folder: Path) -> SimpleNamespace:
+    """Return dcp's own description."""
+    return dcp.FileSystemReader(folder).read_metadata()
+
+
+def write(folder: Path, metadata: object) -> None:
+    """Write another description, and the info that fits it: of a stranger who knows what is checked."""
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    change_sizes(folder)
+
+
+def change_sizes(folder: Path) -> None:
+    info = json.loads((folder / "info.json").read_text())
+    (folder / "info.json").unlink()
+    told = {name: x for name, x in info.items() if not name.startswith("checksum")}
+    write_info(folder, {**told, "is_finished": False})
+
+
+def test_a_pickle_runs_nothing(newest, tiny, capsys):
+    """Wherever it lies: the description, an object in it, a tensor that is said to be bytes, weights, an array."""
+    ran, own = tiny / "ran", described(newest)
+    evil = pickle.dumps(Evil(ran))
+    pickle.loads(evil)
+    assert ran.exists()  # it would work
+    ran.unlink()
+    write(newest, Evil(ran))
+    assert checkpoint_main(["export", str(newest), str(tiny / "w.pt")]) == 2
+    assert "it names posix.system, which no checkpoint of ours does" in capsys.readouterr().err
+    assert checkpoint_main(["inspect", str(newest)]) == 2
+    with pytest.raises(ValueError, match=r"no checkpoint of .* can be read"):
+        run_here(tiny_flags(tiny, *FLAGS, "--num_iters=2", "--resume=auto"))
+    own.storage_meta = Evil(ran)
+    write(newest, own)
+    with pytest.raises(Unreadable, match="names posix.system"):
+        read_weights(newest)
+    own.storage_meta = None
+    write(newest, own)
+    call_it_bytes(newest, ran)
+    with pytest.raises(Unreadable, match="BytesStorageMetadata"):
+        checkpoint.load(newest, {TENSOR: torch.zeros(1, 32, 32)}, alone=True)
+    torch.save({"w": Evil(ran)}, tiny / "evil.pt")
+    (tiny / "evil.safetensors").write_bytes(evil)
+    for suffix in ("pt", "safetensors"):
+        with pytest.raises(ValueError, match="holds no weights"):
+            load_tensors(tiny / f"evil.{suffix}")
+    (tiny / "stats/global_means.npy").write_bytes(evil)
+    with pytest.raises(ValueError, match=r"global_means\.npy"):
+        run_here(tiny_flags(tiny, "--run_num=b"))
+    assert not ran.exists()
+
+
+def call_it_bytes(folder: Path, ran: Path) -> None:
+    """Say of a tensor that it is bytes: dcp unpickles those."""
+    (folder / "evil.distcp").write_bytes(pickle.dumps(Evil(ran)))
+    own = described(folder)
+    place = next(iter(own.storage_data.values()))
+    place.relative_path, place.offset, place.length = "evil.distcp", 0, (folder / "evil.distcp").stat().st_size
+    own.state_dict_metadata[TENSOR], own.storage_data[MetadataIndex(TENSOR)] = BytesStorageMetadata(), place
+    write(folder, own)
+
+
+def test_bytes_would_have_run(newest, tiny):
+    """What the test above refuses: dcp alone runs it."""
+    call_it_bytes(newest, tiny / "ran")
+    with contextlib.suppress(dcp.CheckpointException):
+        dcp.load({TENSOR: torch.zeros(1, 32, 32)}, checkpoint_id=newest, no_dist=True)
+    assert (tiny / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        (lambda place, size: setattr(place, "relative_path", "../secret"), "'../secret' is no file of this folder"),
+        (lambda place, size: setattr(place, "relative_path", "/etc/passwd"), "is no file of this folder"),
+        (lambda place, size: setattr(place, "length", 10**12), "a slice ends after 1,000,"),
+        (lambda place, size: setattr(place, "length", 9), "has only 9 bytes"),
+        (lambda place, size: setattr(place, "offset", -1), "-1 is no count"),
+        (lambda place, size: setattr(place, "transform_descriptors", ["zstd"]), "ours are plain"),
+        (lambda place, size: setattr(size, "size", torch.Size([10**6] * 3)), "do not make up"),
+        (lambda place, size: setattr(size.chunks[0], "offsets", torch.Size([0, 0, 1])), "do not make up"),
+        (lambda place, size: setattr(size, "chunks", size.chunks * 2), "do not make up"),
+        (lambda place, size: setattr(size, "chunks", []), "do not make up"),
+        (lambda place, size: setattr(size.properties, "dtype", torch.complex128), "has only"),
+    ],
+)
+def test_a_description_that_does_not_fit_the_files(newest, change, found):
+    """Before a byte is read, and memory taken."""
+    own = described(newest)
+    index, place = next(iter(own.storage_data.items()))
+    change(place, own.state_dict_metadata[index.fqn])
+    write(newest, own)
+    with pytest.raises(Unreadable, match=found):
+        checkpoint.metadata(newest)
+
+
+def test_slices_that_share_their_bytes(newest):
+    own = described(newest)
+    places = [place for index, place in own.storage_data.items() if index.fqn.startswith(("model.", "optimizer."))]
+    largest = max(places, key=lambda place: place.length)
+    for place in places:
+        place.offset, place.length = largest.offset, largest.length
+    write(newest, own)
+    with pytest.raises(Unreadable, match="slices lie upon each other"):
+        checkpoint.metadata(newest)
+
+
+def test_a_slice_without_a_place(newest):
+    own = described(newest)
+    own.storage_data.pop(next(iter(own.storage_data)))
+    write(newest, own)
+    with pytest.raises(Unreadable, match="nothing says where model.pos_embed lies"):
+        checkpoint.metadata(newest)
+
+
+@pytest.mark.parametrize(
+    "entry, value",
+    [
+        ("iteration", -1), ("iteration", "2"), ("iteration", True), ("epochs", 1.5), ("is_finished", None),
+        ("epoch_losses", ["x"]), ("skipped", 2**70), ("scaler", []), ("config", {}), ("versions", None),
+        ("best", {"loss": 1.0, "name": "../../other"}), ("best", {"loss": 1.0, "name": None}), ("best", None),
+        ("layout", {"ranks": "all"}), ("data", "none"),
+    ],
+)  # fmt: skip
+def test_an_info_that_no_run_writes(newest, entry, value):
+    info = read_info(newest)
+    (newest / "info.json").unlink()
+    write_info(newest, {**info, entry: value})
+    with pytest.raises(Unreadable, match=f"info.json: {entry} is .*, which no run writes"):
+        read_info(newest)
+
+
+@pytest.mark.parametrize("name", ["../../stats/global_means.npy", "/etc/passwd", "a/b"])
+def test_files_out_of_the_folder(newest, name):
+    info = json.loads((newest / "info.json").read_text())
+    info = {**info, "format": 1, "files": {name: 1}}
+    (newest / "info.json").write_text(json.dumps(info))
+    with pytest.raises(Unreadable, match="files is .*, which no run writes"):
+        read_info(newest)
+
+
+def test_an_info_that_is_nested_without_end(newest):
+    (newest / "info.json").write_text("[" * 10**6)
+    with pytest.raises(Unreadable, match="RecursionError"):
+        read_info(newest)
+
+
+def test_an_archive_that_grows(newest, tiny):
+    """torch reads compressed members, too: a thousand bytes for each."""
+    torch.save({"w": torch.zeros(10**6)}, tiny / "w.pt")
+    assert load_tensors(tiny / "w.pt").keys() == {"w"}
+    with zipfile.ZipFile(tiny / "w.pt") as archive, zipfile.ZipFile(tiny / "z.pt", "w", zipfile.ZIP_DEFLATED) as out:
+        for member in archive.namelist():
+            out.writestr(member, archive.read(member))
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_tensors(tiny / "z.pt")
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "info.json"])
+def test_a_flipped_bit_is_found_and_named(tiny, newest, file):
+    """At any place: twenty of them, spread over the file."""
+    path = newest / file
+    content = path.read_bytes()
+    for i in range(20):
+        at = i * (len(content) - 1) // 19
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << (i % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(Unreadable, match=file):
+            read_info(newest)
+            everything = {
+                name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in checkpoint.metadata(newest).items()
+            }
+            checkpoint.load(newest, everything, alone=True)
+    path.write_bytes(content)
+    read_weights(newest)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tiny):
+    argv = tiny_flags(tiny, "--num_iters=6", "--checkpoint_every=2", "--keep_checkpoints=9")
+    folder = run_here(argv)
+    finished, newest, *_ = checkpoint.find(folder / "checkpoints")
+    shutil.rmtree(finished)
+    slice_of = described(newest).storage_data
+    (place,) = {place.offset: place for index, place in slice_of.items() if index.fqn == "model.pos_embed"}.values()
+    path = newest / place.relative_path
+    content = bytearray(path.read_bytes())
+    content[place.offset + place.length // 2] ^= 16
+    path.write_bytes(content)
+    run_here([*argv, "--resume=auto"])
+    log = (run_folder(argv) / "out.log").read_text()
+    assert "model.pos_embed in __0_0.distcp has another checksum than when it was written" in log
+    assert "Resumed after 2 iterations" in log
+
+
+def test_checkpoints_without_checksums_are_read(newest, tiny):
+    """Those of version 0.1.0."""
+    own, weights = described(newest), read_weights(newest)
+    for place in own.storage_data.values():
+        del place.checksum
+    write(newest, own)
+    info = json.loads((newest / "info.json").read_text())
+    told = {name: x for name, x in info.items() if not name.startswith("checksum")}
+    (newest / "info.json").write_text(json.dumps({**told, "format": 1}))
+    assert all(torch.equal(x, weights[name]) for name, x in read_weights(newest).items())
+
+
+def test_other_programs_read_our_checkpoints(newest):
+    """The checksums are of no harm to dcp alone."""
+    ours = checkpoint.read(newest, "model.")
+    theirs = {name: torch.empty_like(x) for name, x in ours.items()}
+    dcp.load(theirs, checkpoint_id=newest, no_dist=True)
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 4095, 4096, 4097, 2**20, 2**20 + 5, 3 * 2**20 + 4100])
+def test_a_checksum_tells_each_bit_and_the_length(tmp_path, size):
+    path = tmp_path / "x"
+    content = os.urandom(size)
+    path.write_bytes(b"abc" + content + b"xyz")
+    found = checksum(path, 3, size)
+    for at in {0, size // 2, size - 1} if size else ():
+        damaged = bytearray(content)
+        damaged[at] ^= 128
+        path.write_bytes(b"---" + damaged)
+        assert checksum(path, 3, size) != found
+    path.write_bytes(content + b"\0")
+    assert checksum(path, 0, size) == found != checksum(path)
+    with pytest.raises(EOFError):
+        checksum(path, 0, size + 2)
+    shutil.rmtree(tmp_path)

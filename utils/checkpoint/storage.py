@@ -1,0 +1,210 @@
+"""How the files of a checkpoint are written and read, beneath torch.distributed.checkpoint (dcp).
+
+dcp keeps its description of all tensors as a pickle, `.metadata`, and unpickling runs what a stranger's file names.
+Here it makes plain records, and nothing else, whatever the file says; they are checked before memory is taken. And
+each slice of a tensor has a checksum in its record (other readers pass over it), which is compared when it is read.
+"""
+
+import io
+import math
+import pickle
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as described
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.futures import Future
+
+from utils.files import to_disk
+
+METADATA = ".metadata"
+PIECE = 2**20  # bytes read at a time: they stay in the processor's cache
+BLOCK = 512  # words of 8 bytes that are added up
+
+
+def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
+    """Return a checksum of `length` bytes of a file: the CRC-32 of the sums of each 512 words of 64 bits.
+
+    Any single word that changes changes its sum. Summing is as fast as memory; a CRC of all bytes takes five times as
+    long. Raises OSError, and EOFError where the file is shorter.
+    """
+    left = path.stat().st_size - offset if length is None else length
+    found, buffer = zlib.crc32(str(left).encode()), bytearray(PIECE)
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while left:
+            wanted = min(left, PIECE)
+            view = memoryview(buffer)[:wanted]
+            while len(view):
+                count = file.readinto(view)
+                if not count:
+                    raise EOFError(f"{path} ends {left} bytes early")
+                view = view[count:]
+            left -= wanted
+            buffer[wanted : -(-wanted // (8 * BLOCK)) * 8 * BLOCK] = bytes(-wanted % (8 * BLOCK))
+            words = np.frombuffer(buffer, "<u8", count=-(-wanted // (8 * BLOCK)) * BLOCK)
+            found = zlib.crc32(words.reshape(-1, BLOCK).sum(axis=1), found)
+    return found
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes tensors, and notes the checksum of each slice while it waits for the disk."""
+
+    def __init__(self, folder: Path):
+        # Copying ahead is for tensors on a GPU: it would wait for the GPU now and then.
+        super().__init__(folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0)
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future:
+        written = super().write_data(plan, planner)
+        places = [result.storage_data for result in written.wait()]
+        with ThreadPoolExecutor(1) as pool:
+            paths = {Path(self.path, place.relative_path) for place in places}
+            on_disk = [pool.submit(to_disk, path) for path in paths]
+            for place in places:
+                place.checksum = checksum(Path(self.path, place.relative_path), place.offset, place.length)
+            for future in on_disk:
+                future.result()
+        return written
+
+    def finish(self, metadata: described.Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, results)
+        to_disk(Path(self.path, METADATA))
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads tensors whose slices are what their checksums say. Raises ValueError, with the tensor, where one is not."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> described.Metadata:
+        path = Path(self.path)
+        found = checked(unpickled((path / METADATA).read_bytes()), path)
+        found.storage_meta = described.StorageMeta(load_id=self.load_id)
+        return found
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future:
+        for index in dict.fromkeys(item.storage_index for item in plan.items):
+            self._check(index.fqn, self.storage_data[index])
+        return super().read_data(plan, planner)
+
+    def _check(self, name: str, place: _StorageInfo) -> None:
+        path, known = Path(self.path, place.relative_path), getattr(place, "checksum", None)
+        if known is not None and checksum(path, place.offset, place.length) != known:  # the first format had none
+            raise ValueError(f"{name} in {path.name} has another checksum than when it was written")
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            check_zip(io.BytesIO(file.read(place.length)))
+
+
+def check_zip(file: Any) -> None:
+    """Raise ValueError where an archive, which torch.save writes as it is, would grow when it is read."""
+    with zipfile.ZipFile(file) as archive:
+        if any(x.compress_type != zipfile.ZIP_STORED or x.file_size != x.compress_size for x in archive.infolist()):
+            raise ValueError("an archive that is compressed: torch writes none")
+
+
+class _Record:
+    """What a pickle calls an object: its state alone."""
+
+    __slots__ = ("state",)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+RECORDS = {
+    *((described.__name__, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata")),
+    *((described.__name__, name) for name in ("TensorStorageMetadata", "TensorProperties")),
+    (_StorageInfo.__module__, _StorageInfo.__name__),
+}
+WITHOUT_USE = {"_get_layout", "_MEM_FORMAT_ENCODING", "PosixPath"}  # stand in records, and nobody reads them
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in RECORDS:
+            return _Record
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in WITHOUT_USE:
+            return lambda *_: None
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
+
+
+def unpickled(content: bytes) -> Any:
+    """Return what a pickle describes, in plain records. Raises pickle.UnpicklingError for any name beside dcp's."""
+    return _Unpickler(io.BytesIO(content)).load()
+
+
+def checked(found: Any, folder: Path) -> described.Metadata:
+    """Return dcp's description of the tensors in a folder, from records.
+
+    Raises ValueError, TypeError, KeyError or AttributeError where they describe no tensors, and OSError where files
+    are missing: each slice must lie in a file of this folder, and be as long as its numbers.
+    """
+    state = found.state
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    tensors = {name: _tensor(name, x.state) for name, x in state["state_dict_metadata"].items()}
+    needed = {
+        (name, chunk.offsets): math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
+        for name, tensor in tensors.items()
+        for chunk in tensor.chunks
+    }
+    places = {}
+    for key, x in state["storage_data"].items():
+        index = described.MetadataIndex(key.state["fqn"], _size(key.state["offset"]), _count(key.state["index"]))
+        place = places[index] = _place(x.state, sizes)
+        if place.length < needed.pop((index.fqn, index.offset)):
+            raise ValueError(f"{index.fqn} has only {place.length:,} bytes of {place.relative_path} in a slice")
+    if needed:
+        raise ValueError(f"nothing says where {next(iter(needed))[0]} lies")
+    if sum(place.length for place in places.values()) > sum(sizes.values()):
+        raise ValueError("slices lie upon each other")
+    return described.Metadata(tensors, storage_data=places, version=state.get("version"))
+
+
+def _count(x: Any) -> int:
+    if not isinstance(x, int) or x < 0:
+        raise ValueError(f"{x!r} is no count")
+    return x
+
+
+def _size(x: Any) -> torch.Size:
+    return torch.Size(map(_count, x))
+
+
+def _tensor(name: str, state: dict[str, Any]) -> described.TensorStorageMetadata:
+    size, dtype = _size(state["size"]), state["properties"].state[0]
+    if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} of {dtype!r} is no tensor")
+    chunks = [
+        described.ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))
+        for chunk in state["chunks"]
+    ]
+    inside = all(
+        len(chunk.sizes) == len(size) and all(a + n <= whole for a, n, whole in zip(chunk.offsets, chunk.sizes, size))
+        for chunk in chunks
+    )
+    starts = {chunk.offsets for chunk in chunks}
+    if not inside or len(starts) < len(chunks) or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise ValueError(f"the slices of {name} do not make up {list(size)}")
+    return described.TensorStorageMetadata(described.TensorProperties(dtype), size, chunks)
+
+
+def _place(state: dict[str, Any], sizes: dict[str, int]) -> _StorageInfo:
+    path, offset, length = state["relative_path"], _count(state["offset"]), _count(state["length"])
+    if state.get("transform_descriptors"):
+        raise ValueError(f"slices of {path} are transformed: ours are plain")
+    if path not in sizes:
+        raise ValueError(f"{path!r} is no file of this folder")
+    if offset + length > sizes[path]:
+        raise ValueError(f"{path} has {sizes[path]:,} bytes, and a slice ends after {offset + length:,}")
+    place = _StorageInfo(path, offset, length)
+    place.checksum = state.get("checksum")
+    return place

@@ -32,24 +32,22 @@ def test_layouts_dtypes_and_crops(tmp_path, layout, dtype, rows, columns):
     np.testing.assert_array_equal(frame, data[2, [3, 0, 1], rows.start : rows.stop, :columns])
 
 
-def test_files_that_only_hdf5_can_read(tmp_path):
-    """A header in front is no hindrance. Data in another file, nothing stored yet, or mixed types are."""
+def test_files_that_only_hdf5_can_read(tmp_path, monkeypatch):
+    """A header in front is no hindrance. Data in another file, or mixed types are."""
+    monkeypatch.setenv("LINKED_FILES", "1")
     data = fields(4, 2, 8, 16)
-    for name, more in (("head", {"userblock_size": 512}), ("elsewhere", {}), ("unwritten", {"userblock_size": 512})):
+    for name, more in (("head", {"userblock_size": 512}), ("elsewhere", {})):
         (tmp_path / name).mkdir()
         with h5py.File(tmp_path / name / "2000.h5", "w", **more) as file:
             external = [(str(tmp_path / "raw"), 0, data.nbytes)] if name == "elsewhere" else None
-            stored = file.create_dataset("fields", data.shape, "f4", external=external, fillvalue=7)
-            if name != "unwritten":
-                stored[:] = data
+            stored = file.create_dataset("fields", data.shape, "f4", external=external)
+            stored[:] = data
     write_file(tmp_path / "mixed/2000.h5", data)
     write_file(tmp_path / "mixed/2001.h5", data.astype(np.float16))
-    for name, is_direct in (("head", True), ("elsewhere", False), ("unwritten", False), ("mixed", False)):
+    for name, is_direct in (("head", True), ("elsewhere", False), ("mixed", False)):
         frames = reader(tmp_path / name, [0, 1], range(8), 16)
         assert frames.is_direct == is_direct, name
-        np.testing.assert_array_equal(
-            frames.read_frame(0, 3), np.full_like(data[3], 7) if name == "unwritten" else data[3]
-        )
+        np.testing.assert_array_equal(frames.read_frame(0, 3), data[3])
 
 
 def count_reads(monkeypatch):

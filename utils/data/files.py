@@ -14,6 +14,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from utils.data.hdf5 import check_links, check_whole
+
 with contextlib.suppress(ImportError):  # brings further compressions to HDF5 (blosc, zstd ...) where it is installed
     import hdf5plugin  # noqa: F401
 
@@ -183,7 +185,10 @@ def _year_then_name(path: Path) -> tuple:
 
 def _read_head(path: Path) -> Files:
     try:
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder, and its name that of a data file: rename it, or move it away")
         with h5py.File(path, "r", locking=False) as file:
+            check_links(file)
             if "fields" not in file:
                 raise ValueError(f"{path} has no dataset 'fields': it must be [time, channel, lat, lon]")
             fields = file["fields"]
@@ -200,14 +205,18 @@ def _read_head(path: Path) -> Files:
                     f"{path} holds fields of {fields.dtype} {list(fields.shape)}: "
                     f"they must be float32 or float16, [time, channel, lat, lon]"
                 )
+            check_whole(path, fields)
             length, *shape = fields.shape
 
             def axis(name: str, size: int) -> np.ndarray | None:
                 if name not in file:
                     return None
-                if file[name].shape != (size,):
-                    raise ValueError(f"{path} has {name} of shape {list(file[name].shape)}: it must be [{size}]")
-                return file[name][:]
+                stored = file[name]
+                if not isinstance(stored, h5py.Dataset) or stored.dtype.kind not in "iuf" or stored.shape != (size,):
+                    found = f"of {stored.dtype} {list(stored.shape)}" if isinstance(stored, h5py.Dataset) else "a group"
+                    raise ValueError(f"{path} has {name}, {found}: it must be [{size}] numbers")
+                check_whole(path, stored)
+                return stored[:]
 
             def labels(name: str) -> tuple[str, ...] | None:
                 if name not in fields.attrs:
@@ -226,7 +235,7 @@ def _read_head(path: Path) -> Files:
                 paths=(str(path),),
                 steps=(length,),
                 times=(axis("time", length),),
-                offsets=(_offset(fields),),
+                offsets=(_offset(path, fields),),
                 stamps=(stamp(path),),
                 chunk_rows=fields.chunks and fields.chunks[2],
                 shape=tuple(shape),
@@ -237,14 +246,17 @@ def _read_head(path: Path) -> Files:
                 longitude=longitude,
             )
     except (OSError, KeyError, RuntimeError) as error:
-        raise ValueError(f"cannot read {path} as HDF5 ({error}): copy it again or remove it") from None
+        found = " ".join(str(error).split())  # HDF5's own words have two lines
+        raise ValueError(f"cannot read {path} as HDF5 ({found}): copy it again or remove it") from None
 
 
-def _offset(fields: h5py.Dataset) -> int | None:
-    """Return where a plain stretch of numbers begins: contiguous, written whole, in this machine's byte order."""
+def _offset(path: Path, fields: h5py.Dataset) -> int | None:
+    """Return where a plain stretch of numbers begins in a file: contiguous, whole, in this machine's byte order."""
     if not fields.nbytes:
         return 0
     is_plain = fields.dtype.isnative and fields.chunks is None and fields.id.get_storage_size() == fields.nbytes
+    if os.path.realpath(fields.file.filename) != os.path.realpath(path):  # a link leads to another file
+        return None
     return fields.id.get_offset() if is_plain else None
 
 

@@ -70,8 +70,8 @@ def open_hdf5(path: str) -> tuple[h5py.Dataset, int]:
     access.set_sieve_buf_size(0)  # by default HDF5 reads 64 KB at least: three times a row of patches
     access.set_cache(0, 0, 0, 1.0)  # no cache of chunks: in shuffled order none is read twice
     access.set_file_locking(False, True)  # shared file systems lock slowly or not at all
-    file = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
-    return file["fields"], file.id.get_vfd_handle()
+    fields = h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))["fields"]
+    return fields, fields.file.id.get_vfd_handle()  # of the file that they lie in
 
 
 class FrameReader:

@@ -5,14 +5,17 @@ It is opened once and read in blocks of time. xarray reads it: `pip install -r r
 Shapes: T time steps, L levels, H latitudes, W longitudes.
 """
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import h5py
 import numpy as np
 
+from utils.data.hdf5 import check_links, items
 from utils.errors import first_line
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ AXES = {
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
+LARGEST_AXIS, LARGEST_GRID = 2**27, 2**31  # values of one, points of a field
 REGRID = "bring them to one regular grid first (cdo remapbil, or xESMF in Python); this tool does not regrid"
 
 
@@ -85,6 +89,9 @@ def pieces_in(
                 continue
             if not {"latitude", "longitude"} <= set(values.dims):
                 useless[name] = f"{path}: {name} has axes {', '.join(values.dims)}, no latitude and longitude: {REGRID}"
+                continue
+            if values.sizes["latitude"] * values.sizes["longitude"] > LARGEST_GRID:
+                useless[name] = f"{path}: {name} has {dict(values.sizes)} points: more than {LARGEST_GRID:,} a field"
                 continue
             times, time_axis = _times(path, values)
             if constants and (times is None or len(times)):
@@ -164,6 +171,7 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
         raise ValueError("reading archives needs xarray: `pip install -r requirements-prepare.txt`") from None
     if not Path(path).exists():
         raise ValueError(f"no file {path!r}: {'copy it here first' if '://' in path else 'check the path'}")
+    _check(path)
     try:
         if Path(path).suffix in (".grib", ".grb", ".grib2", ".grb2"):
             import cfgrib
@@ -175,6 +183,26 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
         return [xarray.open_dataset(path)]
     except Exception as error:  # each engine has its own kinds
         raise ValueError(f"cannot read {path} as NetCDF, Zarr or GRIB ({first_line(error)}): check the file") from None
+
+
+def _check(path: str) -> None:
+    """Raise ValueError for a file that reads others out of its folder, or would load an axis that no archive has.
+
+    A file that cannot be read passes: who reads it says so.
+    """
+    axes: list[tuple[str, int]] = []
+    if Path(path).is_dir():
+        import zarr
+
+        with contextlib.suppress(Exception):  # each store has its own kinds
+            axes = [(name, array.size) for name, array in zarr.open_group(path, mode="r").arrays() if array.ndim == 1]
+    elif h5py.is_hdf5(path):
+        with h5py.File(path, "r", locking=False) as file:
+            check_links(file)
+            axes = [(name, item.size) for name, item in items(file) if item.ndim == 1]
+    for name, size in axes:
+        if size > LARGEST_AXIS:
+            raise ValueError(f"{path} has {name} with {size:,} values: an axis has at most {LARGEST_AXIS:,}")
 
 
 def _axis_names(dataset: "xarray.Dataset") -> dict[str, str]:

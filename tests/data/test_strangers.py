@@ -1,0 +1,204 @@
+"""Data files of strangers: their values lie in them or beside them, whole, and nothing in them runs code."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import xarray
+import zarr
+
+from tests.helpers import fields, write_file
+from utils.data.files import Files
+from utils.data.frames import FrameReader
+from utils.data.hdf5 import LARGEST_CHUNK, LINKED_FILES
+from utils.prepare_data import archive_file
+from utils.prepare_data.archive_file import open_archive
+
+SHAPE = (4, 2, 8, 16)
+
+
+@pytest.fixture
+def data() -> np.ndarray:
+    return fields(*SHAPE)
+
+
+def create(path: Path) -> h5py.File:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return h5py.File(path, "w")
+
+
+def link(path: Path, source: str, kind: str) -> None:
+    """Write a file whose fields lie in another one."""
+    with create(path) as file:
+        if kind == "external link":
+            file["fields"] = h5py.ExternalLink(source, "fields")
+        elif kind == "soft link to an external link":
+            file["elsewhere/x"] = h5py.ExternalLink(source, "fields")
+            file["fields"] = h5py.SoftLink("/elsewhere/x")
+        elif kind == "raw bytes":
+            file.create_dataset("fields", SHAPE, "f4", external=[(source, 0, 4 * int(np.prod(SHAPE)))])
+        else:
+            layout = h5py.VirtualLayout(SHAPE, "f4")
+            layout[:] = h5py.VirtualSource(source, "fields", SHAPE)
+            file.create_virtual_dataset("fields", layout)
+
+
+KINDS = ["external link", "soft link to an external link", "raw bytes", "virtual dataset"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_out_of_the_folder(tmp_path, monkeypatch, data, kind):
+    secret = tmp_path / "secret/2000.h5"
+    write_file(secret, data)
+    link(tmp_path / "data/2000.h5", str(secret), kind)
+    found = rf"data/2000.h5: .* lies in .*/secret/2000.h5, out of its folder: .* set {LINKED_FILES}=1"
+    with pytest.raises(ValueError, match=found):
+        Files.open(str(tmp_path / "data"))
+    with pytest.raises(ValueError, match=found):
+        open_archive(str(tmp_path / "data/2000.h5"))
+    monkeypatch.setenv(LINKED_FILES, "1")
+    files = Files.open(str(tmp_path / "data"))
+    if kind != "raw bytes":
+        np.testing.assert_array_equal(FrameReader(files, [0, 1], range(8), 16).read_frame(0, 3), data[3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_in_a_file_beside(tmp_path, monkeypatch, data, kind):
+    write_file(tmp_path / "data/parts/source.h5", data)
+    monkeypatch.chdir(tmp_path / "data")  # HDF5 finds raw bytes from here
+    link(tmp_path / "data/2000.h5", "parts/source.h5", kind)
+    assert Files.open(str(tmp_path / "data")).shape == SHAPE[1:]
+
+
+def test_values_by_way_of_a_file_beside(tmp_path, data):
+    write_file(tmp_path / "secret.h5", data)
+    link(tmp_path / "data/parts/b.h5", "../../secret.h5", "virtual dataset")
+    link(tmp_path / "data/2000.h5", "parts/b.h5", "external link")
+    with pytest.raises(ValueError, match=r"/fields lies in .*/secret\.h5, out of its folder"):
+        Files.open(str(tmp_path / "data"))
+
+
+def test_files_that_lead_to_each_other(tmp_path):
+    link(tmp_path / "a.h5", "b.h5", "external link")
+    link(tmp_path / "b.h5", "a.h5", "external link")
+    with pytest.raises(ValueError, match="cannot read"):
+        Files.open(str(tmp_path))
+
+
+def test_a_source_that_is_not_there(tmp_path):
+    """HDF5 would give out zeros."""
+    link(tmp_path / "2000.h5", "gone.h5", "virtual dataset")
+    with pytest.raises(ValueError, match=r"2000\.h5: /fields lies in .*gone\.h5, which is not there: copy it"):
+        Files.open(str(tmp_path))
+
+
+@pytest.mark.parametrize("chunks", [None, (1, 1, 8, 16)])
+def test_values_that_were_never_written(tmp_path, data, chunks):
+    with create(tmp_path / "2000.h5") as file:
+        stored = file.create_dataset("fields", SHAPE, "f4", chunks=chunks)
+        if chunks:
+            stored[:3] = data[:3]
+    found = "6 of 8 chunks of fields" if chunks else "0 of 4,096 bytes of fields"
+    with pytest.raises(ValueError, match=f"holds {found}: copy it again, or finish it"):
+        Files.open(str(tmp_path))
+
+
+@pytest.mark.parametrize("what", ["fields", "latitude", "time"])
+def test_shapes_that_have_no_bytes(tmp_path, data, what):
+    """A small file that claims much more than it holds."""
+    large = {"fields": (4, 1, 10**6, 10**6), "latitude": (10**12,), "time": (10**12,)}
+    with create(tmp_path / "2000.h5") as file:
+        if what == "fields":
+            file.create_dataset("fields", large["fields"], "f4", chunks=(1, 1, 1000, 1000), compression="gzip")
+        else:
+            shape = (10**12, 1, 1, 1) if what == "time" else (1, 1, 10**12, 1)
+            file.create_dataset("fields", shape, "f4", chunks=tuple(min(n, 1000) for n in shape))
+            file.create_dataset(what, large[what], "i8", chunks=(1000,))
+    with pytest.raises(ValueError, match=r"holds 0 of 1,000,000,000 chunks|holds 0 of 4,000,000 chunks"):
+        Files.open(str(tmp_path))
+
+
+def test_chunks_too_large_to_be_decompressed(tmp_path):
+    with create(tmp_path / "2000.h5") as file:
+        file.create_dataset("fields", (1, 1, 2**14, 2**15), "f4", chunks=(1, 1, 2**14, 2**15), compression="gzip")
+    assert 2**14 * 2**15 * 4 > LARGEST_CHUNK
+    with pytest.raises(ValueError, match=r"fields in chunks of 2\.1 GB: store it in chunks of a frame"):
+        Files.open(str(tmp_path))
+
+
+def test_a_folder_with_the_name_of_a_file(tmp_path):
+    (tmp_path / "2000.h5").mkdir()
+    with pytest.raises(ValueError) as error:
+        Files.open(str(tmp_path))
+    assert "2000.h5 is a folder, and its name that of a data file: rename it" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["group", "texts", "complex"])
+def test_axes_that_are_no_numbers(tmp_path, data, what):
+    write_file(tmp_path / "2000.h5", data, start=None)
+    with h5py.File(tmp_path / "2000.h5", "a") as file:
+        if what == "group":
+            file.create_group("time")
+        else:
+            file["time"] = np.array([b"x"] * 4) if what == "texts" else np.ones(4, complex)
+    with pytest.raises(ValueError, match=r"has time, (a group|of .* \[4\]): it must be \[4\] numbers"):
+        Files.open(str(tmp_path))
+
+
+def test_damage_is_told_in_one_line(tmp_path, data):
+    path = tmp_path / "2000.h5"
+    write_file(path, data, chunks=(1, 1, 8, 16), compression="gzip")
+    content = path.read_bytes()
+    for i in range(40):  # whatever happens, it is a ValueError of one line, or nothing is wrong with what is read
+        damaged = bytearray(content)
+        damaged[i * 61 % len(content)] ^= 255
+        path.write_bytes(damaged)
+        try:
+            Files.open(str(tmp_path))
+        except ValueError as error:
+            assert "\n" not in str(error)
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_a_zarr_folder_runs_nothing(tmp_path):
+    """numcodecs has a codec that unpickles, and refuses to: older versions did not, so requirements name this one."""
+    axes = {"latitude": np.linspace(90, -90, 8), "longitude": np.arange(16.0)}
+    dataset = xarray.Dataset({"t": (tuple(axes), np.zeros((8, 16), "f4"))}, axes)
+    dataset.to_zarr(tmp_path / "a.zarr", zarr_format=2, consolidated=False)
+    folder = tmp_path / "a.zarr/latitude"
+    described = json.loads((folder / ".zarray").read_text())
+    evil = {"filters": [{"id": "vlen-utf8"}], "compressor": {"id": "pickle", "protocol": 4}}
+    (folder / ".zarray").write_text(json.dumps(described | evil | {"dtype": "|O", "fill_value": ""}))
+    (folder / "0").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    with pytest.raises(ValueError, match="cannot read .* as NetCDF, Zarr or GRIB .*unpickling"):
+        open_archive(str(tmp_path / "a.zarr"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["h5", "zarr"])
+def test_an_axis_that_no_archive_has(tmp_path, monkeypatch, kind):
+    """xarray would load it when it opens the file."""
+    monkeypatch.setattr(archive_file, "LARGEST_AXIS", 10)
+    path = tmp_path / f"a.{kind}"
+    if kind == "h5":
+        with create(path) as file:
+            file["time"] = np.zeros(11)
+    else:
+        zarr.create_array(path / "time", shape=(11,), dtype="f8")
+        zarr.open_group(path, mode="a")
+    with pytest.raises(ValueError, match="has .*time with 11 values: an axis has at most 10"):
+        open_archive(str(path))

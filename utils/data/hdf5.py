@@ -1,0 +1,84 @@
+"""HDF5 files from anywhere: what they hold lies in them, or beside them, and is there whole.
+
+An HDF5 file can take values from other files: by external links, as the sources of a virtual dataset, as raw bytes of
+any file. Those of its own folder are read. Others are refused, unless the environment says LINKED_FILES=1: what a
+stranger's file names should not become training data, or a forecast. Parts that nobody wrote are refused, too: HDF5
+gives them out as zeros.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import h5py
+
+LINKED_FILES = "LINKED_FILES"
+LARGEST_CHUNK = 2**30  # bytes: it is decompressed as a whole
+
+
+def check_links(file: h5py.File) -> None:
+    """Raise ValueError where an HDF5 file takes values from a file that is not there, or out of its folder."""
+    folder = Path(os.path.abspath(file.filename)).parent
+    for name, source in _sources(file, set()):
+        if not source.is_file():
+            raise ValueError(f"{file.filename}: {name} lies in {source}, which is not there: copy it beside, too")
+        if not source.is_relative_to(folder) and os.environ.get(LINKED_FILES) != "1":
+            raise ValueError(
+                f"{file.filename}: {name} lies in {source}, out of its folder: copy it beside, or, if you trust the "
+                f"file, set {LINKED_FILES}=1"
+            )
+
+
+def _sources(file: h5py.File, seen: set[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield each object of a file that lies in another one, with that one; and so on, through these."""
+    path, found = Path(os.path.abspath(file.filename)), []
+    seen.add(path)
+    for name, item in items(file):
+        if isinstance(item, h5py.ExternalLink):
+            found.append((name, item.filename))
+        else:
+            found += [(name, os.path.abspath(other)) for other, _, _ in item.external or ()]
+            found += [(name, one.file_name) for one in (item.virtual_sources() if item.is_virtual else ())]
+    for name, other in found:
+        source = path if other == "." else Path(os.path.normpath(path.parent / other))
+        if source != path:
+            yield name, source
+        if source not in seen and source.is_file() and h5py.is_hdf5(source):
+            with h5py.File(source, "r", locking=False) as another:
+                yield from _sources(another, seen)
+
+
+def items(group: h5py.Group, seen: set[int] | None = None) -> Iterator[tuple[str, h5py.Dataset | h5py.ExternalLink]]:
+    """Yield the datasets and external links below a group; a link inside the file leads to one that is found anyway."""
+    seen = {h5py.h5o.get_info(group.id).addr} if seen is None else seen
+    for name in group:
+        link = group.get(name, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            yield f"{group.name.rstrip('/')}/{name}", link
+        elif isinstance(link, h5py.HardLink):
+            item = group[name]
+            address = h5py.h5o.get_info(item.id).addr
+            if address not in seen:
+                seen.add(address)
+                if isinstance(item, h5py.Group):
+                    yield from items(item, seen)
+                elif isinstance(item, h5py.Dataset):
+                    yield item.name, item
+
+
+def check_whole(path: str | Path, dataset: h5py.Dataset) -> None:
+    """Raise ValueError where parts of a dataset were never written, or its chunks are too large to be decompressed."""
+    name = dataset.name.lstrip("/")
+    if dataset.is_virtual or dataset.external or not dataset.size:
+        return
+    if dataset.chunks is None:
+        there, wanted, what = dataset.id.get_storage_size(), dataset.nbytes, "bytes"
+    else:
+        size = math.prod(dataset.chunks) * dataset.dtype.itemsize
+        if size > LARGEST_CHUNK:
+            raise ValueError(f"{path} has {name} in chunks of {size / 1e9:.1f} GB: store it in chunks of a frame")
+        wanted = math.prod(-(-whole // part) for whole, part in zip(dataset.shape, dataset.chunks))
+        there, what = dataset.id.get_num_chunks(), "chunks"
+    if there < wanted:
+        raise ValueError(f"{path} holds {there:,} of {wanted:,} {what} of {name}: copy it again, or finish it")

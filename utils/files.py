@@ -2,12 +2,17 @@
 
 import fcntl
 import json
+import logging
 import math
 import os
+import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+CHECKED = re.compile(r'(\{.*), "crc32": "([0-9a-f]{8})"\}')
 
 
 @contextmanager
@@ -89,14 +94,28 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(clean(value), indent=indent, allow_nan=False)
 
 
+def to_line(event: dict[str, Any]) -> str:
+    """Return a line of metrics.jsonl. Its last entry is the checksum of the line without it."""
+    text = to_json(event)
+    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, but half a line that a process left when it was killed."""
-    events = []
-    for line in path.read_text().splitlines():
+    """Return the records of a metrics.jsonl, but half a line that a process left when it was killed.
+
+    Lines that are not what was written are left out, and named in the log. (Those of version 0.1.0 have no checksum.)
+    """
+    events, lines = [], path.read_bytes().decode(errors="replace").split("\n")
+    has_checksums = any(map(CHECKED.fullmatch, lines))
+    for number, line in enumerate(lines, 1):
+        found = CHECKED.fullmatch(line)
         try:
-            events.append(json.loads(line))
+            if has_checksums and not (found and zlib.crc32(f"{found[1]}}}".encode()) == int(found[2], 16)):
+                raise ValueError
+            events.append(json.loads(f"{found[1]}}}" if found else line))
         except ValueError:
-            continue
+            if number < len(lines):
+                logging.warning("%s: line %d is damaged, and left out", path, number)
     return events
 
 
@@ -111,5 +130,5 @@ def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str,
         validates = event["event"] == "epoch" or "validation_rate" in event  # at the iteration that it tells of
         stays = event["iteration"] <= iteration and (not validates or event["epoch"] <= epochs)
         (kept if stays else void).append(event)
-    write_text(path, "".join(to_json(event) + "\n" for event in kept))
+    write_text(path, "".join(map(to_line, kept)))
     return kept, void

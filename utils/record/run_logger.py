@@ -18,7 +18,7 @@ from utils.config.settings import Config
 from utils.data.dataset import Job, WeatherData
 from utils.device import allocator_settings, peak_flops
 from utils.errors import Ended
-from utils.files import cut_records, to_json
+from utils.files import cut_records, to_line
 from utils.observers import EpochRecord, Observer
 from utils.plots import forecast_figure, render
 from utils.record.boards import Curves
@@ -182,7 +182,7 @@ class RunLogger(Observer):
     def write(self, event: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl. What the disk does not take waits, and no checkpoint counts meanwhile."""
         with self.lock:
-            self.unwritten += (to_json(event) + "\n").encode()
+            self.unwritten += to_line(event).encode()
         with contextlib.suppress(OSError):
             self._write_lines()
 

@@ -1,0 +1,54 @@
+"""metrics.jsonl: damage is found and named, and half a line that a kill left is none."""
+
+import json
+import logging
+
+from tests.helpers import losses, run_folder, run_here, tiny_flags
+from utils.files import cut_records, read_events, to_line
+
+EVENTS = [{"event": "step", "iteration": i, "loss": 0.1 * i, "note": 'a "crc32": {x}'} for i in range(1, 6)]
+
+
+def test_every_flipped_bit_is_found_and_named(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    content = "".join(map(to_line, EVENTS)).encode()
+    lines = content.splitlines(keepends=True)
+    for i in range(8 * len(content) - 8):  # but of the last newline: nothing is lost with it
+        damaged = bytearray(content)
+        damaged[i // 8] ^= 1 << i % 8
+        path.write_bytes(damaged)
+        caplog.clear()
+        found = read_events(path)
+        hit = next(n for n in range(len(lines)) if i // 8 < sum(map(len, lines[: n + 1])))
+        named = f"line {hit + 1} is damaged, and left out"
+        assert named in caplog.text, (i, bytes(damaged))
+        assert all(event in EVENTS for event in found) and len(found) >= len(EVENTS) - 2
+
+
+def test_half_a_line_of_a_process_that_was_killed(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(map(to_line, EVENTS))
+    for cut in range(1, len(to_line(EVENTS[-1]))):
+        path.write_text(text[:-cut])
+        assert read_events(path) == EVENTS[: 4 + (cut == 1)] and not caplog.text
+
+
+def test_lines_without_a_checksum_are_read(tmp_path, caplog):
+    """Those of version 0.1.0; a run that goes on gives them one."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
+    assert read_events(path) == EVENTS
+    cut_records(path, 3, 0)
+    assert path.read_text() == "".join(map(to_line, EVENTS[:3])) and not caplog.text
+
+
+def test_a_run_that_goes_on_names_what_is_damaged(tiny, caplog):
+    argv = tiny_flags(tiny, "--num_iters=4", "--checkpoint_every=2", "--keep_checkpoints=9")
+    folder = run_here(argv)
+    whole = losses(folder)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"iteration": 1,', '"iteration": 9,', 1))
+    with caplog.at_level(logging.WARNING):
+        run_here([*argv, "--resume", str(folder / "checkpoints/00000002-validated")])
+    assert "metrics.jsonl: line 1 is damaged, and left out" in (run_folder(argv) / "out.log").read_text()
+    assert losses(folder) == whole[1:]

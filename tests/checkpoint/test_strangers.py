@@ -18,8 +18,8 @@ from tests.helpers import run_folder, run_here, tiny_flags
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.__main__ import main as checkpoint_main
 from utils.checkpoint.info import Unreadable, read_info, write_info
-from utils.checkpoint.storage import checksum
 from utils.checkpoint.weights import load_tensors, read_weights
+from utils.checksum import checksum
 
 TENSOR = "model.pos_embed"
 FLAGS = ("--num_iters=2", "--keep_checkpoints=1")

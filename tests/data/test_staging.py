@@ -56,8 +56,8 @@ def test_four_ranks_share_the_copying(tiny, tmp_path):
     flags = tiny_flags(tiny, "--stage_dir", str(tmp_path / "node"), "--num_iters", "2")
     for done in run_ranks(4, [str(ROOT / "train.py"), *flags]):
         assert done.returncode == 0, done.stderr
-    left = sorted(path.name for path in (tmp_path / "node").rglob("*.*") if path.suffix != ".lock" and path.is_file())
-    assert left == ["2001.h5", "2002.h5", "2003.h5"]
+    left = {path.name for path in (tmp_path / "node").rglob("*.*") if path.is_file()}
+    assert left == {f"{year}.h5{more}" for year in (2001, 2002, 2003) for more in ("", ".lock", ".checksum")}
     assert losses(run_folder(flags, "4GPU")) == pytest.approx(
         losses(run_here(tiny_flags(tiny, "--num_iters", "2"))), 2e-6
     )
@@ -92,10 +92,34 @@ def test_a_copy_that_fails_leaves_nothing_and_is_repeated(tiny, tmp_path, monkey
         patch.setattr(shutil, "copystat", full)
         with pytest.raises(ValueError, match="cannot copy the data to stage_dir .*No space left on device"):
             weather(tiny, *flags)
-    assert not [path for path in (tmp_path / "node").rglob("*.h5*") if path.suffix != ".lock"]
+    assert not [path for path in (tmp_path / "node").rglob("*.h5*") if path.suffix not in (".lock", ".checksum")]
     data = weather(tiny, *flags)
     with h5py.File(data.train_files.paths[1]) as file:
         assert len(file["fields"]) == 9
+
+
+def test_a_flipped_bit_in_a_copy_is_found_by_the_next_job(tiny, tmp_path, monkeypatch, capsys):
+    """And the file copied again; those that are whole are read once, by one rank."""
+    flags, read, original = ["--stage_dir", str(tmp_path / "node")], [], staging.checksum
+    monkeypatch.setattr(staging, "checksum", lambda path: read.append(path.name) or original(path))
+    path = weather(tiny, *flags).train_files.paths[0]
+    assert not read
+    before, status = (tiny / "train/2001.h5").read_bytes(), os.stat(path)
+    damaged = bytearray(before)
+    damaged[len(before) // 2] ^= 4
+    with open(path, "r+b") as file:
+        file.write(damaged)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    weather(tiny, *flags)  # another rank of the same job
+    assert not read
+    monkeypatch.setattr(staging, "STARTED", time.time())
+    weather(tiny, *flags)
+    assert read == ["2001.h5", "2002.h5", "2003.h5"]
+    assert f"Staging: {path} has changed since it was copied: copied again" in capsys.readouterr().err
+    with open(path, "rb") as file:
+        assert file.read() == before
+    weather(tiny, *flags)
+    assert len(read) == 3
 
 
 def test_too_little_room(tiny, tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoint.storage import METADATA, checksum
+from utils.checkpoint.storage import METADATA
+from utils.checksum import checksum
 from utils.files import write_text
 
 FORMAT = 2  # 1, of version 0.1.0, had no checksums

@@ -9,48 +9,20 @@ import io
 import math
 import pickle
 import zipfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.futures import Future
 
+from utils.checksum import checksum
 from utils.files import to_disk
 
 METADATA = ".metadata"
-PIECE = 2**20  # bytes read at a time: they stay in the processor's cache
-BLOCK = 512  # words of 8 bytes that are added up
-
-
-def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
-    """Return a checksum of `length` bytes of a file: the CRC-32 of the sums of each 512 words of 64 bits.
-
-    Any single word that changes changes its sum. Summing is as fast as memory; a CRC of all bytes takes five times as
-    long. Raises OSError, and EOFError where the file is shorter.
-    """
-    left = path.stat().st_size - offset if length is None else length
-    found, buffer = zlib.crc32(str(left).encode()), bytearray(PIECE)
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        while left:
-            wanted = min(left, PIECE)
-            view = memoryview(buffer)[:wanted]
-            while len(view):
-                count = file.readinto(view)
-                if not count:
-                    raise EOFError(f"{path} ends {left} bytes early")
-                view = view[count:]
-            left -= wanted
-            buffer[wanted : -(-wanted // (8 * BLOCK)) * 8 * BLOCK] = bytes(-wanted % (8 * BLOCK))
-            words = np.frombuffer(buffer, "<u8", count=-(-wanted // (8 * BLOCK)) * BLOCK)
-            found = zlib.crc32(words.reshape(-1, BLOCK).sum(axis=1), found)
-    return found
 
 
 class Writer(dcp.FileSystemWriter):

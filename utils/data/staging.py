@@ -1,10 +1,12 @@
 """Copy the data to storage in the node before training: a shared file system is then read once, in long stretches.
 
 A file keeps its path below the stage folder, so several data sets can lie there, and what is there already is used
-again. The ranks of a node copy different files at the same time; none of them has to know of the others.
+again, once its checksum is found to be that of what was copied. The ranks of a node copy different files at the same
+time; none of them has to know of the others.
 """
 
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -14,11 +16,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from utils.checksum import Checksum, checksum
 from utils.data.files import Files, stamp
 from utils.files import lock, part_of, whole
 
 PIECE = 16 * 2**20  # bytes copied at a time
 REPORT_EVERY = 10  # s
+STARTED = time.time()  # of this process: all ranks are there before one of them begins to copy
 
 
 def stage(files: Files, used: Iterable[int], folder: str) -> Files:
@@ -37,6 +41,9 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
         for original, copy in todo[rank % len(todo) :] + todo[: rank % len(todo)]:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with lock(Path(f"{copy}.lock"), wait=True):  # the system gives it back if this process dies
+                if is_same(original, copy) and not is_whole(copy):
+                    print(f"Staging: {copy} has changed since it was copied: copied again", file=sys.stderr, flush=True)
+                    copy.unlink()
                 if not is_same(original, copy):
                     _copy(original, copy, progress)
     except OSError as error:
@@ -63,14 +70,34 @@ def is_same(original: Path, copy: Path) -> bool:
     return size == size_there and abs(date - date_there) < 2e9  # ns: some file systems count in pairs of seconds
 
 
+def is_whole(copy: Path) -> bool:
+    """Are the bytes of a copy those that were copied? One rank of a node reads them; the others take its word."""
+    known = _checksum_file(copy)
+    try:
+        if known.stat().st_mtime < STARTED:
+            if int(known.read_text()) != checksum(copy):
+                return False
+            os.utime(known)
+        return True
+    except (OSError, ValueError):  # of version 0.1.0, or damaged
+        return False
+
+
+def _checksum_file(copy: Path) -> Path:
+    return copy.with_name(f"{copy.name}.checksum")
+
+
 def _copy(original: Path, copy: Path, progress: "_Progress") -> None:
     """Copy a file; it gets its name when it is complete. Nobody waits for the disk: the next job copies anew."""
     with whole(copy, sync=False) as part:
+        found = Checksum(original.stat().st_size)
         with original.open("rb") as source, part.open("wb") as target:
             while piece := source.read(PIECE):
                 target.write(piece)
+                found.add(piece)
                 progress.report()
         shutil.copystat(original, part)
+        _checksum_file(copy).write_text(str(found.value))
 
 
 class _Progress:

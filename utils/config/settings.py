@@ -125,6 +125,7 @@ class Keys:
     init_from: str | None = key(None, "weights to begin with: a file of `python -m utils.checkpoint export`", "loop")
     time_limit: str | None = key(None, "stop and save after this time: 50m, 11.5h", "run", rule=seconds)
     comm_timeout: str = key("30m", "longest wait of a rank for the others", "machine", rule=seconds, same_forecast=True)
+    verify_every: int | None = key(None, "compare the ranks' weights every so many iterations", "run", at_least=1)
     on_nonfinite: str = key("stop", "what a loss or gradient that is not finite does", "run", choices=("stop", "skip"))
 
     # The model

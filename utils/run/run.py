@@ -32,7 +32,7 @@ from utils.record.progress import Progress
 from utils.record.steps import StepRecords
 from utils.run.folder import RunFolder, open_run_folder
 from utils.run.nonfinite import NonfiniteGuard
-from utils.run.saving import NO_BEST, Saving, resume
+from utils.run.saving import NO_BEST, keepers_of, resume
 from utils.spans import in_span, span
 
 
@@ -117,10 +117,10 @@ class Run:
                 self.logger.open_records(self.iteration, self.epochs, resumed)
         self.log("Scaffolding memory high watermark: %.3f GiB", peak_memory_gb(self.job.device))
         self.memory = MemoryWatch(state.model, state.optimizer, self.job.device, state.average)
-        saving = Saving(resumed, best) if config.checkpoint_every is not None else None
+        keepers = keepers_of(config, resumed, best)
         profiles = Profiles(lambda: summarise(self.build_model, config, self.job.data.fields))
         shown = [Progress(), *([Rates()] if "speed" in config.report else [])] if self.logger else []
-        for observer in filter(None, (self.logger, *shown, self.guard, saving, profiles, *self.more_observers)):
+        for observer in filter(None, (self.logger, *shown, self.guard, *keepers, profiles, *self.more_observers)):
             observer.begin(self)
             self.observers.append(observer)
         self.log("Starting Training Loop...")

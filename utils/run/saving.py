@@ -13,13 +13,14 @@ import torch.distributed as dist
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.background import Checkpointer
 from utils.checkpoint.info import Unreadable
-from utils.config.settings import interval, seconds
+from utils.config.settings import Config, interval, seconds
 from utils.data.dataset import Job
 from utils.errors import NOT_SAVED, STOPPED, Ended, Refused
 from utils.observers import EpochRecord, Observer
 from utils.ranks.agree import share_error
 from utils.ranks.stop import StopRequests
 from utils.run.folder import RunFolder
+from utils.run.verify import Verifier
 from utils.spans import in_span, span
 
 NO_BEST = {"loss": None, "name": None}
@@ -94,15 +95,24 @@ def layout(job: Job) -> dict[str, Any]:
     return {"ranks": job.world.size, **{name: getattr(job.config, name) for name in names}}
 
 
+def keepers_of(config: Config, resumed: Path | None, best: dict[str, Any]) -> list[Observer]:
+    """Return what compares the replicas of the weights, and what saves them, where a run is to."""
+    verifier = Verifier(config.verify_every) if config.verify_every else None
+    saving = Saving(resumed, best, verifier) if config.checkpoint_every is not None else None
+    return [one for one in (verifier, saving) if one]
+
+
 class Saving(Observer):
     """Decides when a run saves and stops.
 
     Args:
         resumed: the checkpoint that the run went on from.
         best: `loss` of the best validation before it, and the `name` of its checkpoint; None where there was none.
+        verifier: compares the replicas before a checkpoint is written.
     """
 
-    def __init__(self, resumed: Path | None, best: dict[str, Any]):
+    def __init__(self, resumed: Path | None, best: dict[str, Any], verifier: Verifier | None = None):
+        self.verifier = verifier
         self.resumed, self.best, self.best_before = resumed, best, best
         self.is_due = False  # a checkpoint is, at the next chance
 
@@ -171,6 +181,8 @@ class Saving(Observer):
     @in_span("checkpoint")
     def _save(self) -> None:
         self.run.know_all_losses()
+        if self.verifier:
+            self.verifier.check(self.run.iteration)
         if self.run.logger:
             self.run.logger.send()  # a run that goes on from here has no more of them
         info = describe(self.run)

@@ -1,0 +1,118 @@
+"""Ranks that should hold the same weights: a flipped bit on one of them is found, and that rank is named."""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+import train_mp
+from tests.helpers import losses, run_folder, run_here, run_ranks, tiny_flags
+from utils.checkpoint import store as checkpoint
+from utils.observers import Observer
+from utils.run.run import Run
+from utils.run.verify import sum_of_bits
+
+FLAGS = ("--num_iters=12", "--limit_nsamples=12", "--global_batch_size=6", "--keep_checkpoints=99")
+# script, the name of its folder, flags; the rank that will be wrong, and those that hold the same
+GRIDS = {
+    "dp 3": ("train", "3GPU", [], 2, [0, 1]),
+    "dp 2": ("train", "2GPU", [], 1, [0]),
+    "tp 2 x dp 2": ("train_mp", "2MP", ["--tensor_parallel=2"], 3, [1]),
+    "cp 4": ("train_mp", "4MP", ["--context_parallel=4"], 1, [0, 2, 3]),
+}
+
+
+@dataclass
+class Flip(Observer):
+    """Flips the last bit of a number that one rank holds, after an iteration."""
+
+    rank: int
+    iteration: int
+    name: str = "model.blocks.1.mlp.fc1.weight"
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+
+    def after_step(self, iteration: int, left: int) -> None:
+        if self.run.job.world.rank == self.rank and iteration == self.iteration:
+            self.run.state.tensors()[self.name].view(torch.int32).view(-1)[5] ^= 1
+
+
+def trained(script: str, argv: list[str], faults: list[Observer]) -> None:
+    """Train on one of several ranks."""
+    module = {"train": train, "train_mp": train_mp}[script]
+    module.start(partial(module.main, observers=faults), argv, partial(module.load_config, chapter=3))
+
+
+def run_all(tiny: Path, grid: str, number: str, faults: list[Observer], *flags: str) -> tuple[Path, list[int], str]:
+    """Train on a grid; return the folder of the run, the exit codes, and what it said."""
+    script, name, more, *_ = GRIDS[grid]
+    argv = tiny_flags(tiny, *FLAGS, *more, f"--run_num={number}", *flags)
+    done = run_ranks(4 if script == "train_mp" else int(name[0]), trained, script, argv, faults)
+    folder = tiny / "runs/tiny" / name / number
+    return folder, [one.returncode for one in done], (folder / "out.log").read_text() + done[0].stderr
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_flipped_bit_on_one_rank_is_found_and_named(tiny, grid):
+    """Within the number of steps that was asked for; and replicas that compute rightly agree to the last bit."""
+    *_, wrong, others = GRIDS[grid]
+    right, codes, _ = run_all(tiny, grid, "right", [], "--verify_every=1")
+    plain, *_ = run_all(tiny, grid, "plain", [])
+    assert not any(codes) and losses(right) == losses(plain)
+    _, codes, said = run_all(tiny, grid, "wrong", [Flip(wrong, 7)], "--verify_every=3", "--checkpoint_every=None")
+    assert set(codes) == {2} and "Traceback" not in said
+    assert f"differ in {Flip.name} after 9 iterations, and agreed after 6" in said  # the next multiple of 3
+    if len(others) > 1:
+        assert f"rank {wrong} on " in said and f"the {len(others)} others that hold the same weights" in said
+        assert "the former computed wrongly; leave that node out" in said
+    else:
+        first, second = sorted([*others, wrong])
+        assert re.search(rf"rank {first} on \S+, rank {second} on \S+ differ", said)
+        assert "one of them computed wrongly" in said
+
+
+@pytest.mark.parametrize("name", [Flip.name, "optimizer.pos_embed.exp_avg"])
+def test_replicas_that_differ_are_not_saved(tiny, name):
+    """They are compared before each checkpoint; the one before is there to go on from."""
+    folder, codes, said = run_all(tiny, "dp 2", "00", [Flip(0, 7, name)], "--verify_every=100", "--checkpoint_every=2")
+    assert set(codes) == {2} and "after 8 iterations, and agreed after 6" in said
+    assert max(path.name for path in checkpoint.find(folder / "checkpoints")) == "00000006-validated"
+    _, codes, said = run_all(tiny, "dp 2", "00", [], "--verify_every=1", "--checkpoint_every=2", "--resume=auto")
+    assert not any(codes) and "Resumed after 6 iterations" in said and len(losses(folder)) == 12
+
+
+def test_where_there_is_no_replica_it_is_said(tiny):
+    folder = run_here(tiny_flags(tiny, "--verify_every=1"))
+    said = "verify_every compares nothing: no two ranks hold the same weights"
+    assert said in (folder / "out.log").read_text()
+    for more, script in (
+        (["--noddp"], "train"),
+        (["--shard=gradients"], "train_mp"),
+        (["--tensor_parallel=2"], "train_mp"),
+    ):
+        argv = tiny_flags(tiny, *FLAGS, *more, "--verify_every=1")
+        for done in run_ranks(2, trained, script, argv, []):
+            assert done.returncode == 0, done.stderr
+        name = "2GPU" if script == "train" else "2MP" if "tensor" in more[0] else "1MP"
+        assert said in (run_folder(argv, name) / "out.log").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("count, start", [(8, 0), (7, 0), (6, 1), (1, 3)])
+def test_the_sum_of_bits_is_that_of_all_words(dtype, count, start):
+    """Whatever their number, and wherever they begin; a flipped bit changes it."""
+    whole = (100 * torch.randn(16, dtype=torch.float64)).to(dtype)
+    x = whole[start : start + count]
+    before = sum_of_bits(x)
+    bits = x.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[x.element_size()])
+    for i in range(count):
+        for bit in (0, 3, 8 * x.element_size() - 2):
+            bits[i] ^= 1 << bit
+            assert sum_of_bits(x) != before
+            bits[i] ^= 1 << bit
+    assert sum_of_bits(x) == before

@@ -4,7 +4,8 @@
 
 `report_overhead` is the time of a step with the report over that without, less 1: the clock at the edges of all parts,
 and the look at the machine once a second. `profile_sec` comes once in a run: the profile of one step. `span_us` is what
-a named range of time costs where nobody looks, in microseconds; a step of chapter 2 has about 120.
+a named range of time costs where nobody looks, in microseconds; a step of chapter 2 has about 120. `verify_at_100` is
+what `--verify_every 100` takes of training: the time of a sum of all bits, over that of a hundred steps.
 """
 
 import statistics
@@ -12,6 +13,7 @@ import sys
 import time
 import timeit
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -21,12 +23,14 @@ from benchmarks.harness.bench import Bench
 from benchmarks.harness.command import parser_of
 from benchmarks.harness.data import PLAIN
 from benchmarks.harness.record import write_record
+from utils.checkpoint.state import TrainingState
 from utils.device import synchronize
 from utils.measure.first_profile import use_profiler_once
 from utils.measure.machine import SystemWatch
 from utils.measure.step_profile import StepProfiler
 from utils.ranks.start import join
 from utils.ranks.world import World
+from utils.run.verify import Verifier
 from utils.spans import span, start_timeline, stop_timeline, tell_of_gradients
 
 SMALL = [*PLAIN, "--local_batch_size=8", "--plot_channels=None"]
@@ -48,6 +52,22 @@ def steps(bench: Bench) -> float:
                 bench.update(1e-4)
     synchronize(bench.device)
     return (time.perf_counter() - start) / STEPS
+
+
+def verify_shares(bench: Bench) -> list[float]:
+    """Return the time in which a rank adds up the bits of weights and moments, over that of a hundred steps."""
+    job = SimpleNamespace(config=bench.config, device=bench.device, world=World())
+    state = TrainingState(bench.model, bench.optimizer, bench.scaler)
+    verifier = Verifier(100)
+    verifier.begin(SimpleNamespace(job=job, state=state, iteration=0, log=print))
+    verifier.replicas = [[0]]  # as on several ranks
+    shares = []
+    for _ in range(PAIRS):
+        step = steps(bench)
+        start = time.perf_counter()
+        verifier.check(1)
+        shares.append((time.perf_counter() - start) / (100 * step))
+    return shares
 
 
 def empty_span() -> None:
@@ -75,6 +95,7 @@ def measure(bench: Bench) -> dict[str, list[float]]:
                     hook.remove()
         found["report_overhead"].append(seconds[True] / seconds[False] - 1)
     found["span_us"] = [seconds * 1e6 / 10000 for seconds in timeit.repeat(empty_span, number=10000, repeat=5)]
+    found["verify_at_100"] = verify_shares(bench)
     known = {"weights": list(bench.model.parameters())}
     use_profiler_once(bench.device)
     for _ in range(3):
@@ -101,7 +122,7 @@ def main() -> None:
     figures |= {"report_overhead_lower_quartile": low, "report_overhead_upper_quartile": high}
     write_record(args.json, figures, {name: [min(values), max(values)] for name, values in found.items()})
     for name, value in figures.items():
-        print(f"{name}: {value:.4f}")
+        print(f"{name}: {value:.6f}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from utils.data.read_worker import START as READER_START
 
 # A room imports those of lower floors; the chapters stand one upon the other.
 FLOORS = [
-    "networks utils.comm utils.config utils.device utils.errors utils.files utils.loss utils.observers utils.shards "
+    "networks utils.checksum utils.comm utils.config utils.device utils.errors utils.files utils.loss utils.observers utils.shards "
     "utils.spans utils.sphere",
     "utils.backend utils.compiler utils.ema utils.metrics utils.optimizers utils.plots utils.ranks",
     "utils.checkpoint utils.data",

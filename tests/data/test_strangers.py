@@ -150,6 +150,17 @@ def test_axes_that_are_no_numbers(tmp_path, data, what):
         Files.open(str(tmp_path))
 
 
+def test_axes_that_are_not_known(tmp_path, data):
+    """A single row that has no latitude could lie anywhere."""
+    write_file(tmp_path / "one/2000.h5", data[:, :, :1], start=None)
+    with pytest.raises(ValueError, match=r"has 1 row\(s\) and no latitude: store the latitude of each row"):
+        Files.open(str(tmp_path / "one"))
+    with h5py.File(tmp_path / "one/2000.h5", "a") as file:
+        file["latitude"] = np.array([np.nan])
+    with pytest.raises(ValueError, match="has a latitude that is not finite"):
+        Files.open(str(tmp_path / "one"))
+
+
 def test_damage_is_told_in_one_line(tmp_path, data):
     path = tmp_path / "2000.h5"
     write_file(path, data, chunks=(1, 1, 8, 16), compression="gzip")

@@ -208,16 +208,6 @@ def _read_head(path: Path) -> Files:
             check_whole(path, fields)
             length, *shape = fields.shape
 
-            def axis(name: str, size: int) -> np.ndarray | None:
-                if name not in file:
-                    return None
-                stored = file[name]
-                if not isinstance(stored, h5py.Dataset) or stored.dtype.kind not in "iuf" or stored.shape != (size,):
-                    found = f"of {stored.dtype} {list(stored.shape)}" if isinstance(stored, h5py.Dataset) else "a group"
-                    raise ValueError(f"{path} has {name}, {found}: it must be [{size}] numbers")
-                check_whole(path, stored)
-                return stored[:]
-
             def labels(name: str) -> tuple[str, ...] | None:
                 if name not in fields.attrs:
                     return None
@@ -227,14 +217,11 @@ def _read_head(path: Path) -> Files:
                     raise ValueError(f"{path} has {len(values)} {name} for {shape[0]} channels: mend the attribute")
                 return values
 
-            (_, H, W), latitude, longitude = shape, axis("latitude", shape[1]), axis("longitude", shape[2])
-            if latitude is None:  # an odd number of rows includes both poles, an even one lacks the last
-                latitude = 90 - 180 * np.arange(H) / (H - H % 2)
-            longitude = np.arange(W) * 360 / W if longitude is None else longitude
+            latitude, longitude = _grid(path, file, *shape[1:])
             return Files(
                 paths=(str(path),),
                 steps=(length,),
-                times=(axis("time", length),),
+                times=(_axis(path, file, "time", length),),
                 offsets=(_offset(path, fields),),
                 stamps=(stamp(path),),
                 chunk_rows=fields.chunks and fields.chunks[2],
@@ -248,6 +235,32 @@ def _read_head(path: Path) -> Files:
     except (OSError, KeyError, RuntimeError) as error:
         found = " ".join(str(error).split())  # HDF5's own words have two lines
         raise ValueError(f"cannot read {path} as HDF5 ({found}): copy it again or remove it") from None
+
+
+def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | None:
+    """Return an axis; None where the file has none. Raises ValueError where it does not fit."""
+    if name not in file:
+        return None
+    stored = file[name]
+    if not isinstance(stored, h5py.Dataset) or stored.dtype.kind not in "iuf" or stored.shape != (size,):
+        found = f"of {stored.dtype} {list(stored.shape)}" if isinstance(stored, h5py.Dataset) else "a group"
+        raise ValueError(f"{path} has {name}, {found}: it must be [{size}] numbers")
+    check_whole(path, stored)
+    return stored[:]
+
+
+def _grid(path: Path, file: h5py.File, H: int, W: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return latitude [H] and longitude [W], by default those of the whole globe. Raises ValueError."""
+    latitude, longitude = _axis(path, file, "latitude", H), _axis(path, file, "longitude", W)
+    if latitude is None and H < 2:
+        raise ValueError(f"{path} has {H} row(s) and no latitude: store the latitude of each row")
+    if latitude is None:  # an odd number of rows includes both poles, an even one lacks the last
+        latitude = 90 - 180 * np.arange(H) / (H - H % 2)
+    longitude = np.arange(W) * 360 / W if longitude is None else longitude
+    for name, values in (("latitude", latitude), ("longitude", longitude)):
+        if not np.isfinite(values).all():
+            raise ValueError(f"{path} has a {name} that is not finite: write its axes anew")
+    return latitude, longitude
 
 
 def _offset(path: Path, fields: h5py.Dataset) -> int | None:

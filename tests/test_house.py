@@ -18,8 +18,8 @@ from utils.data.read_worker import START as READER_START
 
 # A room imports those of lower floors; the chapters stand one upon the other.
 FLOORS = [
-    "networks utils.checksum utils.comm utils.config utils.device utils.errors utils.files utils.loss utils.observers utils.shards "
-    "utils.spans utils.sphere",
+    "networks utils.checksum utils.comm utils.config utils.device utils.errors utils.files utils.loss utils.observers "
+    "utils.shards utils.spans utils.sphere",
     "utils.backend utils.compiler utils.ema utils.metrics utils.optimizers utils.plots utils.ranks",
     "utils.checkpoint utils.data",
     "distributed utils.measure utils.prepare_data utils.record utils.sample_data",

@@ -63,7 +63,7 @@ def test_token_shards_are_a_partition(rows, columns, patch, shards, data):
 
 
 @given(data=st.data())
-def test_any_reader_reads_what_h5py_reads(tmp_path, data):
+def test_any_reader_reads_what_h5py_reads(tmp_path_factory, data):
     """Any chunks, compression, dtype, header, channels, rows and columns."""
     T, C, H, W = shape = [data.draw(st.integers(1 + (label == "H"), 5), label) for label in "TCHW"]
     dtype = data.draw(st.sampled_from(["<f4", "<f2", ">f4"]))
@@ -71,13 +71,13 @@ def test_any_reader_reads_what_h5py_reads(tmp_path, data):
     compression = data.draw(st.sampled_from([None, "gzip", "lzf"])) if chunks else None
     block = data.draw(st.sampled_from([0, 512]))
     values = np.random.default_rng(data.draw(st.integers(0, 99))).standard_normal(shape).astype(dtype)
-    path = tmp_path / "2000.h5"
+    path = tmp_path_factory.mktemp("data") / "2000.h5"
     with h5py.File(path, "w", userblock_size=block) as file:
         file.create_dataset("fields", data=values, chunks=chunks, compression=compression)
     channels = data.draw(st.lists(st.integers(0, C - 1), min_size=1, max_size=4))
     first = data.draw(st.integers(0, H))
     rows, columns = range(first, data.draw(st.integers(first, H))), data.draw(st.integers(1, W))
-    reader = FrameReader(Files.open(str(tmp_path)), channels, rows, columns)
+    reader = FrameReader(Files.open(str(path.parent)), channels, rows, columns)
     for t in range(T):
         with h5py.File(path) as file:
             expected = file["fields"][t][channels][:, rows.start : rows.stop, :columns]

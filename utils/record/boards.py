@@ -44,22 +44,25 @@ TAGS = {
 class Curves:
     """Writes them below `logs/` of the run's folder. Where the disk is full training goes on without.
 
+    TensorBoard's points that the disk did not take are written once it is there again; pictures are not.
+
     Args:
         purge_step: what an earlier process wrote from this step on is void; None keeps all.
     """
 
     def __init__(self, folder: Path, config: Config, purge_step: int | None):
         self.folder, self.is_broken = folder, False
+        self.unwritten: list[tuple[dict[str, float], int]] = []  # points that may not be on the disk, with their step
         self.boards: list[SummaryWriter | MlflowBoard] = [SummaryWriter(folder / "logs", purge_step=purge_step)]
         if config.tracker == "mlflow":
             self.boards.append(MlflowBoard(folder, config, goes_on=purge_step is not None))
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Add a point to each curve."""
+        self.unwritten.append((values, step))
         with self.if_there_is_room():
-            for name, value in values.items():
-                for board in self.boards:
-                    board.add_scalar(name, value, step)
+            for board in self.boards:
+                _add(board, values, step)
 
     def points(self, event: dict[str, Any]) -> None:
         """Add a point to each curve that a line of metrics.jsonl tells of."""
@@ -83,10 +86,16 @@ class Curves:
 
     def sync(self) -> None:
         """Bring TensorBoard's to the disk: what failed before is opened anew. Any thread may call this."""
+        points, self.unwritten = self.unwritten, []
         with self.if_there_is_room():
             if self.is_broken:
-                self.boards[0], self.is_broken = SummaryWriter(self.folder / "logs"), False
+                again = min((step for _, step in points), default=None)  # some may be there already
+                self.boards[0], self.is_broken = SummaryWriter(self.folder / "logs", purge_step=again), False
+                for values, step in points:
+                    _add(self.boards[0], values, step)
             self.boards[0].flush()
+        if self.is_broken:
+            self.unwritten = points + self.unwritten
 
     def send(self) -> None:
         """Bring the trackers' to where it belongs."""
@@ -109,3 +118,8 @@ class Curves:
             if not self.is_broken:
                 logging.warning("Curves and pictures are not written (%s): training goes on", error)
             self.is_broken = True  # its thread has ended, and each call fails from now on
+
+
+def _add(board: SummaryWriter | MlflowBoard, values: dict[str, float], step: int) -> None:
+    for name, value in values.items():
+        board.add_scalar(name, value, step)

@@ -1,0 +1,37 @@
+"""A storage that fails for a while: some of the cases that failing_storage.py tries."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import run_folder, tiny_flags, write_data
+from tests.proofs.failing_storage import TARGETS, build, case, trained
+from tests.proofs.interruptions import FLAGS
+
+pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler (cc)")
+CASES = [
+    ("data", "EIO", "iterations 7 to 11", "2"),
+    ("data", "SHORT", "now and then", "0"),
+    ("checkpoints", "ENOSPC", "now and then", "74"),
+    ("records", "ESTALE", "iterations 7 to 11", "0"),
+    ("curves and pictures", "EIO", "iterations 7 to 11", "0"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """A folder with data, the library, and a run whose storage works."""
+    folder = write_data(tmp_path_factory.mktemp("runs"))
+    argv = tiny_flags(folder, *FLAGS, "--run_num", "whole")
+    assert trained(argv, folder / "none", (99, 99)).returncode == 0
+    return folder, build(folder), run_folder(argv)
+
+
+@pytest.mark.parametrize("target, kind, time, code", CASES)
+def test_a_run_whose_storage_fails_goes_on_as_if_it_had_not(whole, target, kind, time, code):
+    assert case(*whole, target, kind, time) == code
+
+
+def test_each_target_is_tried():
+    assert {target for target, *_ in CASES} == TARGETS.keys()

@@ -63,7 +63,7 @@ def main() -> int:
         "--num_iters=8",
         "--checkpoint_every=2",
         "--dropout=0",
-        "--lr_schedule=constant",
+        "--lr_schedule=none",
     ]
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -10,7 +10,7 @@
 # make quiz     predict what a flag brings, then measure it
 # make site     the pages as a site, in build/site; make site-serve shows it while you write
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
-#         faults, soak, slurm (interrupted runs), plan-check, skill, simulate, benchmark, figures, docs (the figures in the pages)
+#         faults, soak, slurm, storage, many-ranks (interrupted runs), properties, nightly (all of these), plan-check, skill, simulate, benchmark, figures, docs (the figures in the pages)
 #
 # Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
 # a module or a container gives, and installs nothing.
@@ -32,7 +32,7 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test test-all test-gpu lint format readme docs doctor plan plan-check scaling ladder quiz site site-serve notebooks figures benchmark certificate mutations combinations faults soak slurm skill simulate clean
+.PHONY: help demo test test-all test-gpu lint format readme docs doctor plan plan-check scaling ladder quiz site site-serve notebooks figures benchmark certificate mutations combinations faults soak slurm storage many-ranks properties nightly other-torch locks audit skill simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -13
@@ -167,13 +167,52 @@ combinations: $(READY)
 	$(PYTHON) benchmarks/combinations.py --json benchmarks/results/combinations.json
 	$(PYTHON) docs/make.py
 
-# Every fault on every grid, and every layout after another one: about 20 minutes. Random interruptions: about 15.
+# Every fault on every grid, and every layout after another one: about 20 minutes. 2,000 random interruptions: about two hours.
 faults: $(TOOLS)
 	$(PYTHON) tests/proofs/fault_matrix.py --json benchmarks/results/faults.json
 	$(PYTHON) docs/make.py
 
 soak: $(TOOLS)
-	$(PYTHON) tests/proofs/soak.py
+	$(PYTHON) tests/proofs/soak.py --json benchmarks/results/soak.json
+
+# A storage that fails for a while under data, checkpoints, records and curves: 3 minutes. Needs a C compiler.
+storage: $(TOOLS)
+	$(PYTHON) tests/proofs/failing_storage.py --json benchmarks/results/storage.json
+	$(PYTHON) docs/make.py
+
+# 64 ranks on this machine: 4 minutes on 2 cores.
+many-ranks: $(TOOLS)
+	$(PYTHON) tests/proofs/many_ranks.py --json benchmarks/results/many_ranks.json
+	$(PYTHON) docs/make.py
+
+# A thousand new examples of each property: 2 minutes.
+properties: $(TOOLS)
+	HYPOTHESIS_PROFILE=nightly $(PYTHON) -m pytest -n 2 tests/properties
+
+# All long proofs, one after the other, and docs/nightly.md; NIGHT="soak storage" runs some.
+nightly: $(TOOLS)
+	$(PYTHON) tests/proofs/nightly.py $(if $(NIGHT),--only $(NIGHT))
+
+# The quick tests with another torch, in an environment of its own: make other-torch TORCH=2.8.0
+other-torch:
+	TORCH=$(TORCH) tests/other_torch.sh
+
+# Pins all that is installed, with hashes, for Python 3.11 to 3.13 and every system, and lists the licences: locks/.
+locks: $(VENV)-locks/installed $(TOOLS)
+	for each in requirements requirements-dev; do \
+	    $(VENV)-locks/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
+	        --no-header $$each.txt -o locks/$$each.txt || exit 1; \
+	done
+	$(VENV)-locks/bin/pip-licenses --python $(PYTHON) --format=markdown --order=license > locks/licences.md
+
+# Asks PyPI for known vulnerabilities of what is pinned.
+audit: $(VENV)-locks/installed
+	$(VENV)-locks/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off -r locks/requirements-dev.txt
+
+$(VENV)-locks/installed: requirements-locks.txt
+	python3 -m venv $(VENV)-locks
+	$(VENV)-locks/bin/pip install --disable-pip-version-check -q -r requirements-locks.txt
+	touch $@
 
 # Jobs that reach their time limit, the ladder and an evaluation in a job, on a Slurm of one node: about 8 minutes.
 slurm: $(TOOLS)
@@ -190,7 +229,7 @@ simulate: $(READY)
 	$(PYTHON) benchmarks/simulate.py --json benchmarks/results/simulate.json
 
 clean:
-	rm -rf .venv data runs .pytest_cache .ruff_cache
+	rm -rf .venv .venv-locks .venv-torch-* data runs .pytest_cache .ruff_cache
 
 $(VENV)/installed: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

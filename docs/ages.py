@@ -22,10 +22,12 @@ MEASURES = {
     "derivatives": ("utils/sphere.py", "utils/data/loss_weights.py"), "ensembles": (*MODEL, "utils/forecast"),
     "evaluation": ("evaluate.py", "utils/forecast"), "faults": (*GRID, *SAVING, "utils/ranks"),
     "forecasts": (*MODEL, "evaluate.py", "utils/forecast"), "ladder_base": MODEL,
-    "ladder_demo": GRID, "loader": READING, "memory": MODEL, "observers": ("utils/measure", "utils/spans.py"),
+    "ladder_demo": GRID, "loader": READING, "many_ranks": GRID, "memory": MODEL,
+    "nightly": (), "observers": ("utils/measure", "utils/spans.py", "utils/run/verify.py"),
     "overlap": MODEL, "optimizers": ("utils/optimizers.py",), "plan": (*GRID, *PLANNER), "plan_mp": (*GRID, *PLANNER),
     "scaling": (*GRID, *PLANNER), "simulate": (*GRID, "benchmarks/planner/trace.py"), "skill_demo": MODEL,
-    "skill_era5_djf": MODEL, "startup": ("utils/ranks",), "step": MODEL,
+    "skill_era5_djf": MODEL, "soak": (*GRID, *SAVING, "utils/ranks"), "startup": ("utils/ranks",), "step": MODEL,
+    "storage": (*SAVING, "utils/data", "utils/record"),
 }  # fmt: skip
 NO_GPU = (
     "What no record here can say: figures of GPUs. Where there is one, python benchmarks/gpu_suite.py --json FILE "

@@ -38,6 +38,7 @@ from benchmarks import (  # noqa: E402
 from docs.ages import ages  # noqa: E402
 from docs.figures import roofline  # noqa: E402
 from exercises import check as exercises  # noqa: E402
+from tests.proofs import nightly  # noqa: E402
 from utils.measure import advice  # noqa: E402
 from utils.measure.tables import markdown  # noqa: E402
 
@@ -130,6 +131,12 @@ def layout_table() -> str:
     return markdown(["begun on", *rows], ([begun, *(f"{x:.1e}" for x in row.values())] for begun, row in rows.items()))
 
 
+def storage_table() -> str:
+    """Return how a run ended whose storage failed, by the error."""
+    rows = record("storage")["storage"]
+    return markdown(["", *next(iter(rows.values()))], ([row, *codes.values()] for row, codes in rows.items()))
+
+
 def verdict() -> str:
     """Return how docs/example_logs/make.py's first run ended."""
     return "> " + json.loads((ROOT / "docs/example_logs/float32/report/report.json").read_text())["verdict"]
@@ -197,6 +204,8 @@ TABLES = {
     "simulate.table": lambda: simulate.table(record("simulate")["grids"]),
     "step.savers": lambda: step.savers_table(*measured("step")),
     "step.table": lambda: step.table(*measured("step"), list(step.CASES)),
+    "nightly.table": lambda: nightly.table(record("nightly")["steps"]),
+    "storage.table": storage_table,
     "verdict": verdict,
 } | {f"scaling.{section}": partial(section_tables, section) for section in scaling.SECTIONS}
 

@@ -209,15 +209,15 @@ def test_chapter_2_on_one_rank_is_chapter_1(tiny, flags):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_grid_of_four_ranks_equals_one_process():
-    """In float64; and two of them in float32, bf16, fp16 with an overflow, with dropout and so on.
+    """In float64; and one of them in float32, bf16, fp16 with an overflow, with dropout and so on.
 
     (`make certificate` does it compiled, too.)
     """
-    command = [sys.executable, "benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens", "--named", "2"]
+    command = [sys.executable, "benchmarks/certificate.py", "--ranks", "4", "--images", "10 tokens", "--named", "1"]
     left_out = "compile", "shared gradients", "groups of heads", FULL_IMAGE
     command += ["--modes", *(mode for mode in MODES if not any(words in mode for words in left_out))]
     done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "102 runs on 21 grids." in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "80 runs on 21 grids." in done.stdout, done.stdout + done.stderr
 
 
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):

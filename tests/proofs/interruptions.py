@@ -1,6 +1,7 @@
 """Runs that are interrupted and go on: used by test_interruptions.py, fault_matrix.py and soak.py."""
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -83,13 +84,19 @@ class Ranks:
     def are_running(self) -> bool:
         return all(process.exitcode is None for process in self.processes)
 
+    def are_hanging(self) -> bool:
+        return any(process.exitcode is None for process in self.processes)
+
     def wait(self, timeout: float = 300) -> list[int]:
         """Return the exit codes. Ranks that hang are killed, and the test fails."""
         end = time.monotonic() + timeout
         try:
             for process in self.processes:
                 process.join(max(end - time.monotonic(), 0))
-            assert all(p.exitcode is not None for p in self.processes), f"hangs:\n{self.log.read_text()}"
+            if self.are_hanging():
+                self.send(signal.SIGQUIT)  # each says where it stands
+                time.sleep(2)
+            assert not self.are_hanging(), f"hangs:\n{self.log.read_text()}"
             return [process.exitcode for process in self.processes]
         finally:
             for process in self.processes:
@@ -102,6 +109,7 @@ def _run_rank(script: str, argv: list[str], env: dict[str, str], log: Path, faul
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.register(signal.SIGQUIT, file=2)
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a process that is killed leaves behind
     module = sys.modules[script]

@@ -1,52 +1,165 @@
-"""Interrupt runs at random moments, many times: `make soak`, some 15 minutes.
+"""Interrupt runs at random moments, many times: `make soak`, 2,000 interruptions in some two hours.
 
-    python tests/proofs/soak.py [--interruptions 200] [--seed 0] [--minutes 30]
+    python tests/proofs/soak.py [--interruptions 2000] [--seed 0] [--minutes 180] [--json FILE]
 
-A run is started, and after a random time something random happens to it; then it is started again, until it is
-finished. In every other run the grid of ranks changes each time. Afterwards all must be as if nothing had happened.
+A run is started, and after a random time something random happens to it: a signal; all of it, or one rank, is stopped
+for a while, or killed, at any moment or in a phase of the step, of a save, of a validation; the disk is full, or lets
+nobody write; or slow, all the time. Then it is started again, until it is finished. In every other run the grid of
+ranks changes each time. Some of the runs are evaluated, and that is killed, too. Afterwards all must be as if nothing
+had happened.
 """
 
 import argparse
+import contextlib
+import json
 import logging
+import os
 import random
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.helpers import run_folder, tiny_flags, write_data  # noqa: E402
+from benchmarks.harness.record import write_record  # noqa: E402
+from tests.helpers import ROOT, clean_environment, run_folder, tiny_flags, write_data  # noqa: E402
+from tests.proofs.injections import InSave, killed  # noqa: E402
 from tests.proofs.interruptions import Grid, Ranks, check_equal, in_dtype, newest_iteration, worst_error  # noqa: E402
+from utils import spans  # noqa: E402
 from utils.checkpoint import store as checkpoint  # noqa: E402
 
-HOME = [Grid(1), Grid(2), Grid(1, 2, 2)]
+SHARED = ("--shard=gradients",), ("--shard=weights",)
+HOME = [Grid(1), Grid(2), Grid(1, 2, 2), *(Grid(2, 1, 1, shared) for shared in SHARED)]
 WANDERING = [Grid(1, 1, 1), Grid(2, 1, 1), Grid(1, 2, 1), Grid(1, 1, 2), Grid(1, 2, 2), Grid(2, 2, 1)]
+WANDERING += [Grid(2, 1, 1, SHARED[0]), Grid(1, 1, 2, SHARED[1]), Grid(2, 2, 1, SHARED[1])]
 FLAGS = ("--global_batch_size=2", "--num_iters=40", "--checkpoint_every=3", "--drop_path=0.1")
-# 75 stopped and saved, 0 finished; before training begins a signal ends a process as it ends any other.
-CODES = {0, 75, 1, *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))}
+# 75 stopped and saved, 0 finished, 74 the last checkpoint was not written, 2 the folder could not be written to; before
+# training begins a signal ends a process as it ends any other.
+CODES = {0, 75, 74, 2, 1, *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))}
+PHASES = ("data wait", "data copy", "forward", "backward", "communication", "optimizer", "checkpoint", "validation")
+PHASES += ("logging",)  # records and pictures
+
+
+@dataclass
+class KillIn:
+    """Kills one rank when it enters a part of the run for the n-th time. It stands where the report's clock does."""
+
+    part: str
+    rank: int
+    left: int
+
+    def __call__(self) -> None:
+        if int(os.environ["RANK"]) == self.rank:
+            spans.timeline = self
+
+    def enter(self, part: str) -> None:
+        self.left -= part == self.part
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self) -> None: ...
+
+    def gradient_is_there(self) -> None: ...
+
+    def model_begins(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SlowDisk:
+    """Each sync takes up to 0.2 s more."""
+
+    seed: int
+
+    def __call__(self) -> None:
+        dice, sync = random.Random(self.seed), os.fsync
+
+        def slow(fd: int) -> None:
+            time.sleep(dice.uniform(0, 0.2))
+            sync(fd)
+
+        os.fsync = slow
+
+
+def stopped(ranks: Ranks, rank: int | None, seconds: float) -> None:
+    """Stop one rank or all, and let them go on."""
+    ranks.send(signal.SIGSTOP, rank)
+    time.sleep(seconds)
+    ranks.send(signal.SIGCONT, rank)
+
+
+def full_disk(ranks: Ranks, seconds: float) -> None:
+    """No file grows beyond 20 kB for a while."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for soft in (20_000, limits[0]):
+        for process in ranks.processes:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (soft, limits[1]))
+        time.sleep(seconds if soft == 20_000 else 0)
+
+
+def read_only(folders: list[Path], seconds: float) -> None:
+    """Checkpoints cannot be written for a while. (For root no folder is read-only: here it is no folder.)"""
+    there = [path / "checkpoints" for path in folders if (path / "checkpoints").is_dir()]
+    for path in there:
+        path.rename(path.with_name("kept"))
+        path.touch()
+    time.sleep(seconds)
+    for path in there:
+        path.unlink()
+        path.with_name("kept").rename(path)
+
+
+def signals(dice: random.Random, ranks: Ranks, folders: Callable[[], list[Path]]) -> str:
+    """Do something random to a run; return what."""
+    one, short = dice.randrange(len(ranks.processes)), dice.uniform(0.1, 1)
+    kinds = {
+        "TERM": lambda: ranks.send(signal.SIGTERM),
+        "USR1": lambda: ranks.send(signal.SIGUSR1),
+        "INT": lambda: ranks.send(signal.SIGINT),
+        "TERM one": lambda: ranks.send(signal.SIGTERM, one),
+        "KILL one": lambda: ranks.send(signal.SIGKILL, one),
+        "KILL": lambda: ranks.send(signal.SIGKILL),
+        "USR1, KILL": lambda: (ranks.send(signal.SIGUSR1), time.sleep(short / 3), ranks.send(signal.SIGKILL)),
+        "STOP, CONT": lambda: stopped(ranks, None, short),
+        "STOP, CONT one": lambda: stopped(ranks, one, short),
+        "STOP one, KILL": lambda: (ranks.send(signal.SIGSTOP, one), time.sleep(short), ranks.send(signal.SIGKILL)),
+        "full disk": lambda: full_disk(ranks, short),
+        "full disk, KILL": lambda: (full_disk(ranks, short), ranks.send(signal.SIGKILL)),
+        "read-only disk": lambda: read_only(folders(), short),
+    }
+    what = dice.choice(list(kinds))
+    kinds[what]()
+    return what
 
 
 def main() -> int:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each restart
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--interruptions", type=int, default=200)
+    parser.add_argument("--interruptions", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=30, help="stop after this time")
+    parser.add_argument("--minutes", type=float, default=180, help="stop after this time")
+    parser.add_argument("--json", type=Path, help="file for the record")
     given = parser.parse_args()
-    dice, start = random.Random(given.seed), time.monotonic()
-    interruptions = runs = 0
+    dice, start, happened = random.Random(given.seed), time.monotonic(), Counter()
+    runs = evaluations = 0
     with tempfile.TemporaryDirectory() as name:
         folder = write_data(Path(name))
-        references = {grid: _reference(grid, folder) for grid in HOME}
-        serial = _reference(Grid(1), folder, "--dropout=0", dtype=torch.float64)
-        while interruptions < given.interruptions and time.monotonic() < start + 60 * given.minutes:
+        references = {grid: reference(grid, folder) for grid in HOME}
+        serial = reference(Grid(1), folder, "--dropout=0", dtype=torch.float64)
+        skill = evaluated(references[HOME[0]], folder, random.Random(0), kill=False)[0]
+        while happened.total() < given.interruptions and time.monotonic() < start + 60 * given.minutes:
             grids = WANDERING if runs % 2 else [dice.choice(HOME)]
-            told, count = _run(grids, folder, f"run{runs}", dice)
+            told = run(grids, folder, f"run{runs}", dice)
             # A process that ended before its first checkpoint may have left a folder, too, of another grid's name.
             folders = list(folder.glob(f"runs/tiny/*/run{runs}"))
             (path,) = (path for path in folders if checkpoint.find(path / "checkpoints"))
@@ -57,57 +170,89 @@ def main() -> int:
             else:
                 check_equal(path, references[grids[0]])
                 result = "bit-equal"
-            interruptions, runs = interruptions + count, runs + 1
-            print(f"run {runs:3}: {count} interruptions ({told}): {result}; {interruptions} in all", flush=True)
+                if grids[0] == HOME[0]:
+                    found, kills = evaluated(path, folder, dice)
+                    assert found == skill, f"run {runs}: its evaluation differs"
+                    told, evaluations = [*told, *["evaluation, KILL"] * kills], evaluations + 1
+            happened, runs = happened + Counter(told), runs + 1
+            print(f"run {runs:3}: {len(told)} ({', '.join(told)}): {result}; {happened.total()} in all", flush=True)
             for path in folders:
                 shutil.rmtree(path)
-    minutes = (time.monotonic() - start) / 60
-    print(f"{interruptions} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
-    if interruptions < given.interruptions:
+    minutes, count = (time.monotonic() - start) / 60, happened.total()
+    print(f"{count} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
+    print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
+    if given.json:
+        figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "kinds": len(happened)}
+        write_record(given.json, figures | {"minutes": minutes}, {}, happened=dict(happened.most_common()))
+    if count < given.interruptions:
         print(f"the time was up before {given.interruptions}: raise --minutes", file=sys.stderr)
-    return int(interruptions < given.interruptions)
+    return int(count < given.interruptions)
 
 
-def _reference(grid: Grid, folder: Path, *flags: str, dtype: torch.dtype = torch.float32) -> Path:
-    argv = tiny_flags(folder, *FLAGS, *(flags or ["--dropout=0.1"]), "--run_num", f"whole-{dtype}-{grid.ranks}")
+def reference(grid: Grid, folder: Path, *flags: str, dtype: torch.dtype = torch.float32) -> Path:
+    """Return the folder of a run to which nothing happened."""
+    name = f"whole-{dtype}-{grid.ranks}{''.join(grid.flags)}"
+    argv = tiny_flags(folder, *FLAGS, *(flags or ["--dropout=0.1"]), "--run_num", name)
     assert Ranks(grid, argv, folder / "whole.log", (in_dtype(dtype),)).wait() == [0] * grid.ranks
     return run_folder(argv, grid.folder)
 
 
-def _run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> tuple[str, int]:
-    """Interrupt a run until it is finished; return what happened, and how often."""
+def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> list[str]:
+    """Interrupt a run until it is finished; return what happened."""
     wanders = len(grids) > 1
     flags = ["--dropout=0"] if wanders else ["--dropout=0.1"]
     argv = [*tiny_flags(folder, *FLAGS, *flags, "--run_num", name), "--resume", "auto"]
     happened, before, log = [], 0, folder / f"{name}.log"
+
+    def folders() -> list[Path]:
+        return list(folder.glob(f"runs/tiny/*/{name}"))
+
     while True:
         grid = dice.choice(grids)
-        ranks = Ranks(grid, argv, log, (in_dtype(torch.float64 if wanders else torch.float32),))
-        time.sleep(dice.uniform(0.1, 4))
-        if ranks.are_running():
-            what, number, who = dice.choice(
-                [
-                    ("TERM", signal.SIGTERM, None),
-                    ("USR1", signal.SIGUSR1, None),
-                    ("INT", signal.SIGINT, None),
-                    ("TERM one", signal.SIGTERM, dice.randrange(grid.ranks)),
-                    ("KILL one", signal.SIGKILL, dice.randrange(grid.ranks)),
-                    ("KILL", signal.SIGKILL, None),
-                    ("USR1, KILL", signal.SIGUSR1, None),
-                ]
-            )
-            ranks.send(number, who)
-            if what == "USR1, KILL":  # while it saves
-                time.sleep(dice.uniform(0, 0.3))
-                ranks.send(signal.SIGKILL)
-            happened.append(what)
-        codes = ranks.wait()
+        rank, faults = dice.randrange(grid.ranks), [in_dtype(torch.float64 if wanders else torch.float32)]
+        what = dice.choice(["signal", "signal", "phase", "save"])
+        if what == "phase":
+            part = dice.choice(PHASES)
+            faults.append(KillIn(part, rank, dice.randrange(1, 40 if part in PHASES[:6] else 6)))
+        elif what == "save":
+            faults.append(InSave(killed, rank))
+        if dice.random() < 0.2:
+            faults.append(SlowDisk(dice.randrange(1000)))
+        ranks = Ranks(grid, argv, log, tuple(faults))
+        if what == "signal":
+            time.sleep(dice.uniform(0.1, 3))
+            if ranks.are_running():
+                happened.append(signals(dice, ranks, folders))
+        try:
+            codes = ranks.wait()
+        except AssertionError as error:
+            raise AssertionError(f"{grid}, {faults}, {what}, {happened}: {error}") from None
         assert set(codes) <= CODES, f"{codes}\n{log.read_text()[-5000:]}"
-        there = newest_iteration(folder.glob(f"runs/tiny/*/{name}"))
+        if what != "signal" and -signal.SIGKILL in codes:
+            happened.append(f"KILL in {part if what == 'phase' else 'a save'}")
+        there = newest_iteration(folders())
         assert there >= before, f"the newest checkpoint was {before}, and is {there}"
         before = there
         if set(codes) == {0}:
-            return ", ".join(happened), len(happened)
+            return happened
+
+
+def evaluated(path: Path, folder: Path, dice: random.Random, kill: bool = True) -> tuple[dict, int]:
+    """Evaluate a run, killed at random until it is done; return its scores, and how often it was."""
+    argv = ["--checkpoint", path, "--inf_data_path", folder / "valid", "--lead_hours", "24", "--out", path / "found"]
+    kills = 0
+    while True:
+        with (folder / "evaluation.log").open("w") as log:
+            command = [sys.executable, ROOT / "evaluate.py", *argv]
+            process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=log, stderr=log)
+            if kill and kills < 3:
+                time.sleep(dice.uniform(2, 7))
+                if process.poll() is None:
+                    process.kill()
+                    kills += 1
+            if process.wait() == 0:
+                return json.loads((path / "found/skill.json").read_text())["scores"], kills
+            assert process.returncode == -signal.SIGKILL, (folder / "evaluation.log").read_text()
 
 
 if __name__ == "__main__":

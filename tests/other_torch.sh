@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The quick tests with another version of torch, in an environment of its own: TORCH=2.8.0 tests/other_torch.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+env=.venv-torch-$TORCH
+if [ ! -e "$env/installed" ]; then
+    python3 -m venv "$env"
+    # Of the tools those that know this torch, too: torchao is made for one version.
+    sed "s/^torch==.*/torch==$TORCH/" requirements.txt >"$env/requirements.txt"
+    "$env/bin/pip" install --disable-pip-version-check -q -r "$env/requirements.txt" \
+        -r requirements-prepare.txt -r requirements-tools.txt
+    touch "$env/installed"
+fi
+PYTHON=$env/bin/python tests/run_tests.sh

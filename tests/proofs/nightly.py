@@ -1,0 +1,88 @@
+"""The long proofs, one after the other, and one page that says when each ran last: `make nightly`, some eight hours.
+
+    python tests/proofs/nightly.py [--only soak storage]
+
+Each is a command of its own. What it ended with is written after each, with the date and the commit, so a night that
+ends early keeps what it has; docs/nightly.md and the README's table show it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness.record import write_record  # noqa: E402
+from utils.measure.tables import markdown  # noqa: E402
+from utils.run.saving import commit  # noqa: E402
+
+RECORD = ROOT / "benchmarks/results/nightly.json"
+NEVER = "not yet"
+# What it proves, and its command.
+STEPS = {
+    "certificate": ("every grid of ranks is the same model", "make certificate"),
+    "mutations": ("the tests notice errors put in on purpose", "make mutations"),
+    "faults": ("every fault on every grid", "make faults"),
+    "soak": ("2,000 interruptions at random", "make soak"),
+    "storage": ("a storage that fails for a while", "make storage"),
+    "ranks": ("64 ranks; one is lost, one is slow", "make many-ranks"),
+    "combinations": ("flags may be combined", "make combinations"),
+    "slurm": ("jobs that reach their time limit", "make slurm"),
+    "properties": ("a thousand examples of each property", "make properties"),
+    "audit": ("no known vulnerability in what is pinned", "make audit"),
+    "torch 2.8": ("the quick tests with the oldest torch", "make other-torch TORCH=2.8.0"),
+    "torch 2.11": ("the quick tests with the torch of our GPU runs", "make other-torch TORCH=2.11.0"),
+    "torch 2.13": ("the quick tests with the pinned torch", "make test"),
+}
+
+
+def table(steps: dict[str, dict[str, str]]) -> str:
+    """Return what became of each proof when it ran last, as docs/nightly.md shows it."""
+    rows = []
+    for name, (what, command) in STEPS.items():
+        step = steps.get(name)
+        told = [step[key] for key in ("date", "commit", "minutes", "result")] if step else [NEVER, "", "", ""]
+        rows.append([what, f"`{command}`", *told])
+    return markdown(["what", "command", "ran last", "commit", "minutes", "result"], rows)
+
+
+def ran(command: str) -> dict[str, str]:
+    """Run a command; return the date, the commit, the minutes, and what became of it."""
+    start, date = time.monotonic(), datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    result = "passed" if done.returncode == 0 else f"failed, code {done.returncode}"
+    print("\n".join(done.stdout.splitlines()[-20:]), flush=True)
+    minutes = f"{(time.monotonic() - start) / 60:.0f}"
+    return {"date": date, "commit": commit() or "unknown", "minutes": minutes, "result": result}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="proofs to run")
+    args = parser.parse_args()
+    steps = json.loads(RECORD.read_text())["steps"] if RECORD.exists() else {}
+    for name in args.only:
+        print(f"== {name}: {STEPS[name][1]}", flush=True)
+        steps[name] = ran(STEPS[name][1])
+        told = {one: f"{step['date']}, {step['commit'][:7]}" for one, step in steps.items()}
+        write_record(RECORD, dict.fromkeys(STEPS, NEVER) | told, {}, steps=steps)
+        print(f"== {name}: {steps[name]['result']}, {steps[name]['minutes']} minutes", flush=True)
+    subprocess.run([sys.executable, "docs/make.py"], cwd=ROOT, check=True)
+    failed = [name for name in args.only if steps[name]["result"] != "passed"]
+    print(
+        f"{len(args.only) - len(failed)} of {len(args.only)} passed" + f"; failed: {', '.join(failed)}" * bool(failed)
+    )
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,6 +15,7 @@ from tests.helpers import fields, write_file
 from utils.data.files import Files
 from utils.data.frames import FrameReader
 from utils.data.hdf5 import LARGEST_CHUNK, LINKED_FILES
+from utils.data.staging import stage
 from utils.prepare_data import archive_file
 from utils.prepare_data.archive_file import open_archive
 
@@ -94,6 +95,61 @@ def test_a_source_that_is_not_there(tmp_path):
     link(tmp_path / "2000.h5", "gone.h5", "virtual dataset")
     with pytest.raises(ValueError, match=r"2000\.h5: /fields lies in .*gone\.h5, which is not there: copy it"):
         Files.open(str(tmp_path))
+
+
+def test_a_link_by_way_of_the_file_system(tmp_path, data):
+    write_file(tmp_path / "secret.h5", data)
+    link(tmp_path / "data/2000.h5", "beside.h5", "external link")
+    (tmp_path / "data/beside.h5").symlink_to(tmp_path / "secret.h5")
+    with pytest.raises(ValueError, match=r"/fields lies in .*beside\.h5, out of its folder"):
+        Files.open(str(tmp_path / "data"))
+
+
+def test_sources_by_a_pattern(tmp_path, data):
+    """HDF5 puts a number in the place of %b: who looks for a file of that name looks at another one."""
+    write_file(tmp_path / "parts/%b.bin", data)
+    source = h5py.VirtualSource("parts/%b.bin", "fields", (1, *SHAPE[1:]))
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    there, unlimited = h5py.h5s.create_simple((4, *SHAPE[1:]), (h5py.h5s.UNLIMITED, *SHAPE[1:])), h5py.h5s.UNLIMITED
+    there.select_hyperslab((0,) * 4, (unlimited, 1, 1, 1), (1, 1, 1, 1), (1, *SHAPE[1:]))
+    properties.set_virtual(there, b"parts/%b.bin", b"fields", source.sel.id)
+    with create(tmp_path / "2000.h5") as file:
+        h5py.h5d.create(file.id, b"fields", h5py.h5t.IEEE_F32LE, there, properties)
+    with pytest.raises(ValueError, match="names sources by a pattern, 'parts/%b.bin': name each file"):
+        Files.open(str(tmp_path))
+
+
+def test_virtual_values_that_lie_nowhere(tmp_path, data):
+    """HDF5 would give out zeros: of a part that is not mapped, and of a source that is not whole."""
+    write_file(tmp_path / "whole/part.bin", data[:3])
+    layout = h5py.VirtualLayout(SHAPE, "f4")
+    layout[:3] = h5py.VirtualSource("part.bin", "fields", (3, *SHAPE[1:]))
+    with create(tmp_path / "whole/2000.h5") as file:
+        file.create_virtual_dataset("fields", layout)
+    with pytest.raises(ValueError, match="768 of 1,024 values of /fields lie in some file: map them all"):
+        Files.open(str(tmp_path / "whole"))
+    with create(tmp_path / "part/part.bin") as file:
+        file.create_dataset("fields", SHAPE, "f4", chunks=(1, *SHAPE[1:]))[:2] = data[:2]
+    link(tmp_path / "part/2000.h5", "part.bin", "virtual dataset")
+    with pytest.raises(ValueError, match=r"part\.bin holds 2 of 4 chunks of fields"):
+        Files.open(str(tmp_path / "part"))
+
+
+def test_raw_bytes_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    link(tmp_path / "2000.h5", "raw.bin", "raw bytes")
+    (tmp_path / "raw.bin").write_bytes(bytes(100))
+    with pytest.raises(ValueError, match="has 100 of 4,096 bytes of fields in other files"):
+        Files.open(str(tmp_path))
+
+
+def test_files_with_links_are_not_staged(tmp_path, data):
+    """The copy would lack what they lead to."""
+    write_file(tmp_path / "data/parts/source.h5", data)
+    link(tmp_path / "data/2000.h5", "parts/source.h5", "virtual dataset")
+    files = Files.open(str(tmp_path / "data"))
+    with pytest.raises(ValueError, match="takes values from other files, which are not copied: leave --stage_dir out"):
+        stage(files, [0], str(tmp_path / "node"))
 
 
 @pytest.mark.parametrize("chunks", [None, (1, 1, 8, 16)])

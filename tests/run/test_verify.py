@@ -14,7 +14,7 @@ from tests.helpers import losses, run_folder, run_here, run_ranks, tiny_flags
 from utils.checkpoint import store as checkpoint
 from utils.observers import Observer
 from utils.run.run import Run
-from utils.run.verify import sum_of_bits
+from utils.run.verify import Verifier, sum_of_bits
 
 FLAGS = ("--num_iters=12", "--limit_nsamples=12", "--global_batch_size=6", "--keep_checkpoints=99")
 # script, the name of its folder, flags; the rank that will be wrong, and those that hold the same
@@ -84,6 +84,30 @@ def test_replicas_that_differ_are_not_saved(tiny, name):
     assert max(path.name for path in checkpoint.find(folder / "checkpoints")) == "00000006-validated"
     _, codes, said = run_all(tiny, "dp 2", "00", [], "--verify_every=1", "--checkpoint_every=2", "--resume=auto")
     assert not any(codes) and "Resumed after 6 iterations" in said and len(losses(folder)) == 12
+
+
+@dataclass
+class FlipForAMoment(Flip):
+    """The bit is back when the sum is made."""
+
+    def begin(self, run: Run) -> None:
+        (verifier,) = (observer for observer in run.observers if isinstance(observer, Verifier))
+        ask = verifier.ask
+
+        def asked(iteration: int) -> None:
+            super(FlipForAMoment, self).after_step(iteration, 0)
+            ask(iteration)
+            super(FlipForAMoment, self).after_step(iteration, 0)
+
+        self.run, verifier.ask = run, asked
+
+    def after_step(self, iteration: int, left: int) -> None:
+        pass
+
+
+def test_a_difference_that_is_gone_again_is_told(tiny):
+    _, codes, said = run_all(tiny, "dp 3", "00", [FlipForAMoment(1, 6)], "--verify_every=3", "--checkpoint_every=None")
+    assert set(codes) == {2} and "differed after 6 iterations, and agree again: one of them computed wrongly" in said
 
 
 def test_where_there_is_no_replica_it_is_said(tiny):

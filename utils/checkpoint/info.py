@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from utils.checkpoint.storage import METADATA
+from utils.checkpoint.storage import METADATA, check_regular
 from utils.checksum import checksum
 from utils.files import write_text
 
@@ -80,6 +80,7 @@ def write_info(folder: Path, info: dict[str, Any]) -> None:
 def read_info(folder: Path) -> dict[str, Any]:
     """Return the info of a complete checkpoint. Raises Unreadable, with the file at fault, for another one."""
     try:
+        check_regular(folder / INFO)
         info = json.loads((folder / INFO).read_text())
         format = info["format"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -91,15 +92,19 @@ def read_info(folder: Path) -> dict[str, Any]:
     for name, fits in ENTRIES.items():
         if name not in info or not fits(info[name]):
             raise Unreadable(f"{folder / INFO}: {name} is {str(info.get(name))[:80]!r}, which no run writes")
-    for name, size in info["files"].items():
+    for name, size in {METADATA: None, **info["files"]}.items():
         try:
+            check_regular(folder / name)
             found = (folder / name).stat().st_size
         except OSError as error:
             raise Unreadable(f"{folder / name}: {error.strerror}") from None
         if found != size:
-            raise Unreadable(f"{folder / name} has {found:,} bytes, not {size:,}")
-    if format == FORMAT and checksum(folder / METADATA) != info[METADATA_CHECKSUM]:
-        raise Unreadable(f"{folder / METADATA} has another checksum than when it was written")
+            raise Unreadable(f"{folder / name} has {found:,} bytes, not {size or 0:,}")
+    try:
+        if format == FORMAT and checksum(folder / METADATA) != info.get(METADATA_CHECKSUM):
+            raise Unreadable(f"{folder / METADATA} has another checksum than when it was written")
+    except (OSError, EOFError) as error:
+        raise Unreadable(f"{folder / METADATA}: {error}") from None
     return info
 
 

@@ -5,10 +5,11 @@ Here it makes plain records, and nothing else, whatever the file says; they are 
 each slice of a tensor has a checksum in its record (other readers pass over it), which is compared when it is read.
 """
 
+import errno
 import io
 import math
 import pickle
-import zipfile
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.futures import Future
 
+from utils.checkpoint.archives import check_archive, check_operations
 from utils.checksum import checksum
 from utils.files import to_disk
 
 METADATA = ".metadata"
+MOST_DIMS = 64  # of a tensor, as PyTorch has it
 
 
 class Writer(dcp.FileSystemWriter):
@@ -54,6 +57,7 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **options: Any) -> described.Metadata:
         path = Path(self.path)
+        check_regular(path / METADATA)
         found = checked(unpickled((path / METADATA).read_bytes()), path)
         found.storage_meta = described.StorageMeta(load_id=self.load_id)
         return found
@@ -69,14 +73,13 @@ class Reader(dcp.FileSystemReader):
             raise ValueError(f"{name} in {path.name} has another checksum than when it was written")
         with path.open("rb") as file:
             file.seek(place.offset)
-            check_zip(io.BytesIO(file.read(place.length)))
+            check_archive(io.BytesIO(file.read(place.length)))
 
 
-def check_zip(file: Any) -> None:
-    """Raise ValueError where an archive, which torch.save writes as it is, would grow when it is read."""
-    with zipfile.ZipFile(file) as archive:
-        if any(x.compress_type != zipfile.ZIP_STORED or x.file_size != x.compress_size for x in archive.infolist()):
-            raise ValueError("an archive that is compressed: torch writes none")
+def check_regular(path: Path) -> None:
+    """Raise OSError for what is no plain file of its folder: a link leads elsewhere, a pipe waits for ever."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
 
 
 class _Record:
@@ -111,6 +114,7 @@ class _Unpickler(pickle.Unpickler):
 
 def unpickled(content: bytes) -> Any:
     """Return what a pickle describes, in plain records. Raises pickle.UnpicklingError for any name beside dcp's."""
+    check_operations(content)
     return _Unpickler(io.BytesIO(content)).load()
 
 
@@ -121,7 +125,7 @@ def checked(found: Any, folder: Path) -> described.Metadata:
     are missing: each slice must lie in a file of this folder, and be as long as its numbers.
     """
     state = found.state
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if stat.S_ISREG(path.lstat().st_mode)}
     tensors = {name: _tensor(name, x.state) for name, x in state["state_dict_metadata"].items()}
     needed = {
         (name, chunk.offsets): math.prod(chunk.sizes) * tensor.properties.dtype.itemsize
@@ -143,11 +147,13 @@ def checked(found: Any, folder: Path) -> described.Metadata:
 
 def _count(x: Any) -> int:
     if not isinstance(x, int) or x < 0:
-        raise ValueError(f"{x!r} is no count")
+        raise ValueError(f"{x if isinstance(x, int) else type(x).__name__} is no count")
     return x
 
 
 def _size(x: Any) -> torch.Size:
+    if not isinstance(x, torch.Size) or len(x) > MOST_DIMS:
+        raise ValueError(f"{type(x).__name__} is no shape of at most {MOST_DIMS} dims")
     return torch.Size(map(_count, x))
 
 

@@ -39,20 +39,25 @@ def save(
     Raises OSError, on all ranks, if it fails.
 
     Args:
-        shards: returns this rank's part; called when all ranks are here.
+        shards: returns this rank's part.
         sync: called on rank 0 before the checkpoint counts.
     """
     part, is_main = part_of(folder), dist.get_rank(group) == 0
-    error = None
+    error, own = None, {}
     try:
         if is_main:
             remove(folder.parent.glob("*.part"))  # of a process that was killed, of ranks that lost each other
-        _share(None, group)
-        dcp.save(shards(), storage_writer=Writer(part), process_group=group)
-        if is_main:
-            sync()
-            write_info(part, info)
-            complete(folder)
+        own = shards()
+    except FAILURES as found:
+        error = reason(found)
+    error = _share(error, group)  # before dcp waits for a rank that has no part to give
+    try:
+        if not error:
+            dcp.save(own, storage_writer=Writer(part), process_group=group)
+            if is_main:
+                sync()
+                write_info(part, info)
+                complete(folder)
     except FAILURES as found:  # of any rank: dcp raises on all of them
         error = reason(found)
     error = _share(error, group)

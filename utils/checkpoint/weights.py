@@ -1,6 +1,5 @@
 """The weights alone: of a checkpoint, in a file, in a model."""
 
-import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.checkpoint.archives import check_archive
 from utils.checkpoint.info import Unreadable, is_name, read_info
-from utils.checkpoint.storage import check_zip
 from utils.checkpoint.store import find, read, reason
 from utils.files import whole
 
@@ -85,8 +84,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load(path: Path) -> Any:
-    if zipfile.is_zipfile(path):
-        check_zip(path)
+    check_archive(path)
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

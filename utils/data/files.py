@@ -245,6 +245,8 @@ def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | Non
     if not isinstance(stored, h5py.Dataset) or stored.dtype.kind not in "iuf" or stored.shape != (size,):
         found = f"of {stored.dtype} {list(stored.shape)}" if isinstance(stored, h5py.Dataset) else "a group"
         raise ValueError(f"{path} has {name}, {found}: it must be [{size}] numbers")
+    if stored.is_virtual or stored.external:
+        raise ValueError(f"{path} has {name} in another file: store it in this one")
     check_whole(path, stored)
     return stored[:]
 

@@ -19,15 +19,21 @@ LARGEST_CHUNK = 2**30  # bytes: it is decompressed as a whole
 
 def check_links(file: h5py.File) -> None:
     """Raise ValueError where an HDF5 file takes values from a file that is not there, or out of its folder."""
-    folder = Path(os.path.abspath(file.filename)).parent
+    folder = Path(os.path.abspath(file.filename)).resolve().parent
     for name, source in _sources(file, set()):
         if not source.is_file():
             raise ValueError(f"{file.filename}: {name} lies in {source}, which is not there: copy it beside, too")
-        if not source.is_relative_to(folder) and os.environ.get(LINKED_FILES) != "1":
+        if not source.resolve().is_relative_to(folder) and os.environ.get(LINKED_FILES) != "1":
             raise ValueError(
                 f"{file.filename}: {name} lies in {source}, out of its folder: copy it beside, or, if you trust the "
                 f"file, set {LINKED_FILES}=1"
             )
+
+
+def is_linked(path: str | Path) -> bool:
+    """Does a file take values from others?"""
+    with h5py.File(path, "r", locking=False) as file:
+        return any(True for _ in _sources(file, set()))
 
 
 def _sources(file: h5py.File, seen: set[Path]) -> Iterator[tuple[str, Path]]:
@@ -39,7 +45,11 @@ def _sources(file: h5py.File, seen: set[Path]) -> Iterator[tuple[str, Path]]:
             found.append((name, item.filename))
         else:
             found += [(name, os.path.abspath(other)) for other, _, _ in item.external or ()]
-            found += [(name, one.file_name) for one in (item.virtual_sources() if item.is_virtual else ())]
+            sources = item.virtual_sources() if item.is_virtual else ()
+            for one in sources:
+                if "%" in one.file_name or "%" in one.dset_name:  # HDF5 puts numbers in its place
+                    raise ValueError(f"{path}: {name} names sources by a pattern, {one.file_name!r}: name each file")
+            found += [(name, one.file_name) for one in sources]
     for name, other in found:
         source = path if other == "." else Path(os.path.normpath(path.parent / other))
         if source != path:
@@ -70,7 +80,17 @@ def items(group: h5py.Group, seen: set[int] | None = None) -> Iterator[tuple[str
 def check_whole(path: str | Path, dataset: h5py.Dataset) -> None:
     """Raise ValueError where parts of a dataset were never written, or its chunks are too large to be decompressed."""
     name = dataset.name.lstrip("/")
-    if dataset.is_virtual or dataset.external or not dataset.size:
+    if not dataset.size:
+        return
+    if dataset.is_virtual:
+        _check_mapped(path, dataset)
+        return
+    if dataset.external:
+        room = sum(min(size, max(os.path.getsize(other) - at, 0)) for other, at, size in dataset.external)
+        if room < dataset.nbytes:
+            raise ValueError(
+                f"{path} has {room:,} of {dataset.nbytes:,} bytes of {name} in other files: copy them again"
+            )
         return
     if dataset.chunks is None:
         there, wanted, what = dataset.id.get_storage_size(), dataset.nbytes, "bytes"
@@ -82,3 +102,19 @@ def check_whole(path: str | Path, dataset: h5py.Dataset) -> None:
         there, what = dataset.id.get_num_chunks(), "chunks"
     if there < wanted:
         raise ValueError(f"{path} holds {there:,} of {wanted:,} {what} of {name}: copy it again, or finish it")
+
+
+def _check_mapped(path: str | Path, dataset: h5py.Dataset) -> None:
+    """Raise ValueError where a virtual dataset has parts that lie nowhere, or in datasets that are not whole."""
+    sources = dataset.virtual_sources()
+    mapped = sum(one.vspace.get_select_npoints() for one in sources)
+    if mapped != dataset.size:
+        raise ValueError(
+            f"{path}: {mapped:,} of {dataset.size:,} values of {dataset.name} lie in some file: map them all"
+        )
+    for file_name, name in {(one.file_name, one.dset_name) for one in sources}:
+        other = dataset.file.filename if file_name == "." else Path(dataset.file.filename).parent / file_name
+        with h5py.File(other, "r", locking=False) as file:
+            if name not in file or file[name].is_virtual:
+                raise ValueError(f"{path}: {dataset.name} lies in {other}, {name}, which holds no values itself")
+            check_whole(other, file[name])

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from utils.checksum import Checksum, checksum
 from utils.data.files import Files, stamp
+from utils.data.hdf5 import is_linked
 from utils.files import lock, part_of, whole
 
 PIECE = 16 * 2**20  # bytes copied at a time
@@ -37,6 +38,11 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
         Path(folder).mkdir(parents=True, exist_ok=True)
         progress = _Progress(copies, folder)
         progress.check_space()
+        for original in copies:
+            if is_linked(original):
+                raise ValueError(
+                    f"{original} takes values from other files, which are not copied: leave --stage_dir out"
+                )
         todo, rank = list(copies.items()), dist.get_rank() if dist.is_initialized() else 0
         for original, copy in todo[rank % len(todo) :] + todo[: rank % len(todo)]:
             copy.parent.mkdir(parents=True, exist_ok=True)

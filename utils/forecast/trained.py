@@ -164,6 +164,9 @@ def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
     config, _ = load_config(["--yaml_config", str(folder / CONFIG), "--config", SECTION], chapter=3)
     config = replace(config, **forgotten())
     paths = {key: str(folder / path) for key, path in statistics_of(config).items()}
+    for path in paths.values():
+        if not Path(path).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{folder / CONFIG} names {path}, out of the folder: copy the folder again")
     return replace(config, **paths), about
 
 

@@ -99,7 +99,10 @@ class Verifier(Observer):
         self.agreed = self.asked
 
     def _refuse(self) -> None:
-        """Raise Refused, with the ranks that are not like most of their replicas, and the first tensor that differs."""
+        """Raise Refused, with the ranks that are not like most of their replicas, and the first tensor that differs.
+
+        All ranks come here: they have the same sums.
+        """
         told: list[Any] = [None] * self.run.job.world.size
         tensors = self._tensors()
         bits = torch.stack([sum_of_bits(x) for x in tensors.values()]).tolist()
@@ -115,6 +118,13 @@ class Verifier(Observer):
                 raise Refused(f"{_places(ranks, told)} {what}: one of them computed wrongly; {REMEDY}")
             others = f"the {count} others that hold the same weights"
             raise Refused(f"{_places(wrong, told)} and {others} {what}: the former computed wrongly; {REMEDY}")
+        # They agree again: what one rank added up, or computed, was wrong for a moment.
+        sums = self.on_host.tolist()
+        one = next(ranks for ranks in self.replicas if len({sums[rank] for rank in ranks}) > 1)
+        raise Refused(
+            f"{_places(one, told)} differed after {self.asked} iterations, and agree again: one of them computed "
+            f"wrongly; {REMEDY}"
+        )
 
 
 def _places(ranks: list[int], told: list[Any]) -> str:

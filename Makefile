@@ -174,6 +174,7 @@ faults: $(TOOLS)
 
 soak: $(TOOLS)
 	$(PYTHON) tests/proofs/soak.py --json benchmarks/results/soak.json
+	$(PYTHON) docs/make.py
 
 # A storage that fails for a while under data, checkpoints, records and curves: 3 minutes. Needs a C compiler.
 storage: $(TOOLS)

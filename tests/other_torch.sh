@@ -2,7 +2,7 @@
 # The quick tests with another version of torch, in an environment of its own: TORCH=2.8.0 tests/other_torch.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-env=.venv-torch-$TORCH
+env=.venv-torch-${TORCH:?which version? make other-torch TORCH=2.8.0}
 if [ ! -e "$env/installed" ]; then
     python3 -m venv "$env"
     # Of the tools those that know this torch, too: torchao is made for one version.

@@ -22,7 +22,7 @@ where the loop gets it.
 try: ... yield ... finally: is the place to end the thread. stop.set() asks it to; if it waits in `put`, take things
 out of the queue until it comes to look at `stop`. join() then waits for its end.
 """
-LENGTH, SECONDS, AHEAD, PATIENCE = 10, 0.03, 2, 10
+LENGTH, SECONDS, AHEAD, PATIENCE = 10, 0.03, 2, 5
 
 
 class Slow:

@@ -31,18 +31,18 @@ def test_the_empty_form_says_where_to_begin(name, capsys):
     assert code == 1 and "not yet: TODO 1" in told, told
 
 
-@pytest.mark.parametrize("name", check.EXERCISES)
-def test_a_mistake_gets_its_hint(tmp_path, name, capsys):
+def test_each_has_mistakes():
+    assert MISTAKES.keys() == set(check.EXERCISES) and min(map(len, MISTAKES.values())) >= 3
+
+
+@pytest.mark.parametrize("name, number", [(name, i) for name, found in MISTAKES.items() for i in range(len(found))])
+def test_a_mistake_gets_its_hint(tmp_path, name, number, capsys):
     """Each on the least number of ranks: one of them, or two."""
-    assert len(MISTAKES[name]) >= 3
-    text = (FOLDER / f"solutions/{name}.py").read_text()
+    right, wrong, hint = MISTAKES[name][number]
     size = min(getattr(check.checks_of(name), "SIZES", (1,)))
-    for i, (right, wrong, hint) in enumerate(MISTAKES[name]):
-        assert text.count(right) == 1, right
-        path = tmp_path / f"mine_{i}.py"
-        path.write_text(text.replace(right, wrong.replace("{size}", str(size))))
-        code, told = checked(path, capsys)
-        assert code == 1 and hint.replace("{size}", str(size)) in told, f"{wrong}\n{told}"
+    path = solution_with(tmp_path, name, {right: wrong.replace("{size}", str(size))})
+    code, told = checked(path, capsys)
+    assert code == 1 and hint.replace("{size}", str(size)) in told, f"{wrong}\n{told}"
 
 
 @pytest.mark.parametrize("body, told", [("raise NotImplementedError", "not filled in yet"), ("exit()", "SystemExit")])

@@ -108,7 +108,7 @@ site-serve: $(SITE)
 
 # Runs the notebooks from top to bottom, with what make demo trained; their outputs are not kept.
 notebooks: $(TOOLS)
-	$(PYTHON) -m pytest --nbmake notebooks utils/check_rank_generator.ipynb
+	$(PYTHON) -m pytest --nbmake -n 2 notebooks utils/check_rank_generator.ipynb
 
 # Runs every laptop command of README.md and of the chapters, as written: some minutes. ITERATIONS=20 ends each after so many.
 readme: data/demo

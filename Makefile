@@ -167,7 +167,7 @@ combinations: $(READY)
 	$(PYTHON) benchmarks/combinations.py --json benchmarks/results/combinations.json
 	$(PYTHON) docs/make.py
 
-# Every fault on every grid, and every layout after another one: about 20 minutes. 2,000 random interruptions: about two hours.
+# Every fault on every grid, and every layout after another one: about 20 minutes. 2,000 random interruptions: an hour and a half.
 faults: $(TOOLS)
 	$(PYTHON) tests/proofs/fault_matrix.py --json benchmarks/results/faults.json
 	$(PYTHON) docs/make.py

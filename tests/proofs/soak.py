@@ -1,12 +1,12 @@
-"""Interrupt runs at random moments, many times: `make soak`, 2,000 interruptions in some two hours.
+"""Interrupt runs at random moments, many times: `make soak`, 2,000 interruptions in an hour and a half on two cores.
 
-    python tests/proofs/soak.py [--interruptions 2000] [--seed 0] [--minutes 180] [--json FILE]
+    python tests/proofs/soak.py [--interruptions 2000] [--seed 0] [--rows 2] [--minutes 180] [--json FILE]
 
 A run is started, and after a random time something random happens to it: a signal; all of it, or one rank, is stopped
 for a while, or killed, at any moment or in a phase of the step, of a save, of a validation; the disk is full, or lets
 nobody write; or slow, all the time. Then it is started again, until it is finished. In every other run the grid of
 ranks changes each time. Some of the runs are evaluated, and that is killed, too. Afterwards all must be as if nothing
-had happened.
+had happened. Rows of runs go side by side: the machine is busy, and nothing happens when one expects it.
 """
 
 import argparse
@@ -24,7 +24,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -143,21 +146,45 @@ def signals(dice: random.Random, ranks: Ranks, folders: Callable[[], list[Path]]
 
 
 def main() -> int:
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each restart
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--interruptions", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=2, help="rows of runs that go side by side")
     parser.add_argument("--minutes", type=float, default=180, help="stop after this time")
     parser.add_argument("--json", type=Path, help="file for the record")
     given = parser.parse_args()
-    dice, start, happened = random.Random(given.seed), time.monotonic(), Counter()
+    start = time.monotonic()
+    rows = range(given.rows)
+    counts = [given.interruptions // given.rows + (i < given.interruptions % given.rows) for i in rows]
+    seeds = [given.rows * given.seed + i for i in rows]
+    with ProcessPoolExecutor(given.rows, get_context("spawn")) as pool:
+        found = list(pool.map(partial(soak, end=start + 60 * given.minutes), counts, seeds))
+    happened, runs, evaluations = (sum(part, start=type(part[0])()) for part in zip(*found))
+    minutes, count = (time.monotonic() - start) / 60, happened.total()
+    print(f"{count} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
+    print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
+    if given.json:
+        figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "kinds": len(happened)}
+        write_record(given.json, figures | {"minutes": minutes}, {}, happened=dict(happened.most_common()))
+    if count < given.interruptions:
+        print(f"the time was up before {given.interruptions}: raise --minutes", file=sys.stderr)
+    return int(count < given.interruptions)
+
+
+def soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:
+    """Interrupt runs so many times; return what happened, and how many runs and evaluations there were.
+
+    Raises AssertionError where a run is not as if nothing had happened; what was printed then says which.
+    """
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each restart
+    dice, happened = random.Random(seed), Counter()
     runs = evaluations = 0
     with tempfile.TemporaryDirectory() as name:
         folder = write_data(Path(name))
         references = {grid: reference(grid, folder) for grid in HOME}
         serial = reference(Grid(1), folder, "--dropout=0", dtype=torch.float64)
         skill = evaluated(references[HOME[0]], folder, random.Random(0), kill=False)[0]
-        while happened.total() < given.interruptions and time.monotonic() < start + 60 * given.minutes:
+        while happened.total() < interruptions and time.monotonic() < end:
             grids = WANDERING if runs % 2 else [dice.choice(HOME)]
             told = run(grids, folder, f"run{runs}", dice)
             # A process that ended before its first checkpoint may have left a folder, too, of another grid's name.
@@ -175,18 +202,10 @@ def main() -> int:
                     assert found == skill, f"run {runs}: its evaluation differs"
                     told, evaluations = [*told, *["evaluation, KILL"] * kills], evaluations + 1
             happened, runs = happened + Counter(told), runs + 1
-            print(f"run {runs:3}: {len(told)} ({', '.join(told)}): {result}; {happened.total()} in all", flush=True)
+            print(f"{seed}: run {runs:3}: {', '.join(told)}: {result}; {happened.total()} in all", flush=True)
             for path in folders:
                 shutil.rmtree(path)
-    minutes, count = (time.monotonic() - start) / 60, happened.total()
-    print(f"{count} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
-    print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
-    if given.json:
-        figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "kinds": len(happened)}
-        write_record(given.json, figures | {"minutes": minutes}, {}, happened=dict(happened.most_common()))
-    if count < given.interruptions:
-        print(f"the time was up before {given.interruptions}: raise --minutes", file=sys.stderr)
-    return int(count < given.interruptions)
+    return happened, runs, evaluations
 
 
 def reference(grid: Grid, folder: Path, *flags: str, dtype: torch.dtype = torch.float32) -> Path:

@@ -45,6 +45,12 @@ def complete(path: Path, sync: bool = True) -> None:
         to_disk(path.parent)
 
 
+def check_kind(path: Path) -> None:
+    """Raise ValueError for a pipe, a socket or a device: who opens one may wait for ever."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is no file, but a pipe, a socket or a device: copy what it gives into a file")
+
+
 def to_disk(path: Path) -> None:
     """Make the disk know what a file holds, or the names in a folder."""
     fd = os.open(path, os.O_RDONLY)

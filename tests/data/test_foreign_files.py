@@ -12,10 +12,12 @@ import xarray
 import zarr
 
 from tests.helpers import fields, write_file
+from utils.checkpoint.weights import load_tensors
 from utils.data.files import Files
 from utils.data.frames import FrameReader
 from utils.data.hdf5 import LARGEST_CHUNK, LINKED_FILES
 from utils.data.staging import stage
+from utils.data.statistics import Statistics
 from utils.prepare_data import archive_file
 from utils.prepare_data.archive_file import open_archive
 
@@ -204,6 +206,21 @@ def test_axes_that_are_no_numbers(tmp_path, data, what):
             file["time"] = np.array([b"x"] * 4) if what == "texts" else np.ones(4, complex)
     with pytest.raises(ValueError, match=r"has time, (a group|of .* \[4\]): it must be \[4\] numbers"):
         Files.open(str(tmp_path))
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("data/2000.h5", "means.npy", "weights.pt"):
+        os.mkfifo(tmp_path / name)
+    tell = r"{} is no file, but a pipe, a socket or a device: copy what it gives into a file$"
+    with pytest.raises(ValueError, match=tell.format("2000.h5")):
+        Files.open(str(tmp_path / "data"))
+    with pytest.raises(ValueError, match=tell.format("2000.h5")):
+        open_archive(str(tmp_path / "data/2000.h5"))
+    with pytest.raises(ValueError, match=tell.format("means.npy")):
+        Statistics(("u",), (0,), True).load(str(tmp_path / "means.npy"), "global_means_path")
+    with pytest.raises(ValueError, match=tell.format("weights.pt")):
+        load_tensors(tmp_path / "weights.pt")
 
 
 def test_axes_that_are_not_known(tmp_path, data):

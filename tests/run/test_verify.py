@@ -110,6 +110,30 @@ def test_a_difference_that_is_gone_again_is_told(tiny):
     assert set(codes) == {2} and "differed after 6 iterations, and agree again: one of them computed wrongly" in said
 
 
+@dataclass
+class FlipOnHost(Observer):
+    """What one rank knows of the sums is wrong in one bit, once: that of rank 2, so nobody else sees it."""
+
+    def begin(self, run: Run) -> None:
+        (verifier,) = (observer for observer in run.observers if isinstance(observer, Verifier))
+        ask = verifier.ask
+
+        def asked(iteration: int) -> None:
+            ask(iteration)
+            if run.job.world.rank == 0 and iteration == 6:
+                verifier.on_host[2] ^= 1
+
+        verifier.ask = asked
+
+
+def test_a_bit_of_what_is_compared(tiny):
+    """It is read again: a rank that went its own way would wait for the others."""
+    folder, codes, _ = run_all(tiny, "dp 3", "00", [FlipOnHost()], "--verify_every=3", "--checkpoint_every=None")
+    assert not any(codes) and len(losses(folder)) == 12
+    told = "rank 0 read sums of bits that were wrong for a moment: the memory of "
+    assert (folder / "out.log").read_text().count(told) == 1
+
+
 def test_where_there_is_no_replica_it_is_said(tiny):
     folder = run_here(tiny_flags(tiny, "--verify_every=1"))
     said = "verify_every compares nothing: no two ranks hold the same weights"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from utils.checkpoint.archives import check_archive
 from utils.checkpoint.info import Unreadable, is_name, read_info
 from utils.checkpoint.store import find, read, reason
-from utils.files import whole
+from utils.files import check_kind, whole
 
 SAFE = ".safetensors"
 FILE = f"weights{SAFE}"  # of an exported folder
@@ -74,6 +74,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file of safetensors, or of `torch.save`. Raises ValueError for another."""
+    check_kind(path)
     read = _safetensors().load_file if path.suffix == SAFE else _load
     try:
         return read(path)

@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 
 from utils.data.hdf5 import check_links, check_whole
+from utils.files import check_kind
 
 with contextlib.suppress(ImportError):  # brings further compressions to HDF5 (blosc, zstd ...) where it is installed
     import hdf5plugin  # noqa: F401
@@ -184,6 +185,7 @@ def _year_then_name(path: Path) -> tuple:
 
 
 def _read_head(path: Path) -> Files:
+    check_kind(path)
     try:
         if path.is_dir():
             raise ValueError(f"{path} is a folder, and its name that of a data file: rename it, or move it away")

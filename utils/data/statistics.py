@@ -13,6 +13,7 @@ import numpy as np
 
 from utils.config.settings import Config
 from utils.data.files import ERA5_CHANNELS
+from utils.files import check_kind
 
 NAMES = "channels.txt"  # beside the statistics, by our own tools: the name of each channel, in their order
 
@@ -46,6 +47,7 @@ class Statistics:
         Raises ValueError for a file that cannot be read, another shape, values that are not finite, for less channels
         than are used, and for more than the data's, where those have names and the statistics none that are known.
         """
+        check_kind(Path(path))
         try:
             array = np.asarray(np.load(path))  # an archive of several has no shape
         except (OSError, ValueError, EOFError) as error:

@@ -17,6 +17,7 @@ import numpy as np
 
 from utils.data.hdf5 import check_links, items
 from utils.errors import first_line
+from utils.files import check_kind
 
 if TYPE_CHECKING:
     import xarray
@@ -171,6 +172,7 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
         raise ValueError("reading archives needs xarray: `pip install -r requirements-prepare.txt`") from None
     if not Path(path).exists():
         raise ValueError(f"no file {path!r}: {'copy it here first' if '://' in path else 'check the path'}")
+    check_kind(Path(path))
     _check(path)
     try:
         if Path(path).suffix in (".grib", ".grb", ".grib2", ".grb2"):

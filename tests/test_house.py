@@ -18,9 +18,9 @@ from utils.data.read_worker import START as READER_START
 
 # A room imports those of lower floors; the chapters stand one upon the other.
 FLOORS = [
-    "networks utils.checksum utils.comm utils.config utils.device utils.errors utils.files utils.loss utils.observers "
+    "networks utils.checksum utils.comm utils.config utils.device utils.errors utils.loss utils.observers "
     "utils.shards utils.spans utils.sphere",
-    "utils.backend utils.compiler utils.ema utils.metrics utils.optimizers utils.plots utils.ranks",
+    "utils.backend utils.compiler utils.ema utils.files utils.metrics utils.optimizers utils.plots utils.ranks",
     "utils.checkpoint utils.data",
     "distributed utils.measure utils.prepare_data utils.record utils.sample_data",
     "utils.prepare_data.__main__ utils.run utils.sample_data.__main__",

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from utils.errors import ReadError
+
 CHECKED = re.compile(r'(\{.*), "crc32": "([0-9a-f]{8})"\}')
 
 
@@ -43,6 +45,20 @@ def complete(path: Path, sync: bool = True) -> None:
     part_of(path).rename(path)
     if sync:
         to_disk(path.parent)
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """Return the folders in a folder; none where it is not there.
+
+    Raises ReadError where it cannot be listed: what a storage does not show now may be there (`glob` finds nothing).
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ReadError(f"cannot list {folder} ({error.strerror}): mend that, or wait for its storage") from None
 
 
 def check_kind(path: Path) -> None:

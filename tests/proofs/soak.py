@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -172,10 +173,16 @@ def main() -> int:
 
 
 def soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:
-    """Interrupt runs so many times; return what happened, and how many runs and evaluations there were.
+    """Interrupt runs so many times; return what happened, and how many runs and evaluations there were."""
+    try:
+        return _soak(interruptions, seed, end)
+    except BaseException:  # at once: the other rows go on, and it would be told after them
+        traceback.print_exc()
+        raise
 
-    Raises AssertionError where a run is not as if nothing had happened; what was printed then says which.
-    """
+
+def _soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:
+    """Raise AssertionError where a run is not as if nothing had happened."""
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each restart
     dice, happened = random.Random(seed), Counter()
     runs = evaluations = 0
@@ -189,7 +196,9 @@ def soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:
             told = run(grids, folder, f"run{runs}", dice)
             # A process that ended before its first checkpoint may have left a folder, too, of another grid's name.
             folders = list(folder.glob(f"runs/tiny/*/run{runs}"))
-            (path,) = (path for path in folders if checkpoint.find(path / "checkpoints"))
+            found = [path for path in folders if checkpoint.find(path / "checkpoints")]
+            assert len(found) == 1, f"run {runs}: {told} left {found}:\n{(folder / f'run{runs}.log').read_text()}"
+            (path,) = found
             if runs % 2:
                 error = max(worst_error(path, serial))
                 assert error < 1e-12, f"run {runs}: {error}"

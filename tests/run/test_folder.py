@@ -6,9 +6,11 @@ import sys
 import pytest
 
 from tests.helpers import ROOT, clean_environment, run_folder, run_here, tiny_flags
+from utils.checkpoint.__main__ import main
+from utils.config.reader import load_config
 from utils.config.settings import Config
-from utils.errors import Ended
-from utils.run.folder import lock_run, make_run_folder
+from utils.errors import Ended, ReadError
+from utils.run.folder import lock_run, make_run_folder, open_run_folder
 
 
 def test_an_old_run_is_renamed_aside(tmp_path):
@@ -39,6 +41,26 @@ def test_a_run_is_not_renamed_under_its_evaluation(tmp_path):
         assert (f"{path}/evaluation is in use by" in done.stderr and "choose another --run_num" in done.stderr) is held
         assert path.with_name("00.1").exists() is not held
         lock.close()
+
+
+@pytest.mark.parametrize("name", ["1GPU", "2GPU"])
+def test_checkpoints_that_a_storage_does_not_show_now(tiny, name, capsys):
+    """A run that cannot be looked at is not begun anew, on its own grid or another one."""
+    argv = tiny_flags(tiny, "--resume=auto")
+    path = run_here(argv)
+    (path / "checkpoints").rename(path / "kept")
+    (path / "checkpoints").touch()  # for root all can be listed but what is no folder
+    config, _ = load_config(argv)
+    with pytest.raises(ReadError, match=rf"cannot list {path}/checkpoints \(Not a directory\): mend that, or wait"):
+        open_run_folder(config, name)
+    assert main(["inspect", str(path)]) == 2
+    assert "\nerror: cannot list " in capsys.readouterr().err
+    assert [one.name for one in path.parent.parent.glob("*/*")] == [path.name]
+    (path / "checkpoints").unlink()
+    (path / "kept").rename(path / "checkpoints")
+    found, lock = open_run_folder(config, name)
+    lock.close()
+    assert found.path == path and found.newest
 
 
 def test_the_log_says_what_was_renamed_and_what_cannot_be_resumed(tiny):

@@ -14,6 +14,7 @@ import torch
 from utils.checkpoint.info import Unreadable, is_name, read_info
 from utils.checkpoint.store import find, metadata
 from utils.checkpoint.weights import export
+from utils.errors import ReadError
 
 WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors")
 
@@ -93,7 +94,7 @@ def main(argv: list[str]) -> int:
     given = vars(parser.parse_args(argv))
     try:
         print({"inspect": inspect, "export": export_model}[given.pop("command")](**given))
-    except ValueError as error:
+    except (ValueError, ReadError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

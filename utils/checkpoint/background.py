@@ -96,7 +96,7 @@ class Checkpointer:
             logging.info(
                 "Checkpoint %s: written in %.2f sec; the loop waited %.3f sec for the copy", path, seconds, stall
             )
-            old = checkpoint.find(self.folder)[self.keep :]
             with contextlib.suppress(OSError):  # one that cannot be renamed stays
+                old = checkpoint.find(self.folder)[self.keep :]
                 checkpoint.set_aside(folder for folder in old if folder.name != info["best"]["name"])
             checkpoint.remove(self.folder.glob("*.void"))

@@ -22,7 +22,7 @@ from torch import Tensor
 from utils.checkpoint.info import Unreadable, is_name, write_info
 from utils.checkpoint.storage import METADATA, Reader, Writer
 from utils.errors import first_line
-from utils.files import complete, part_of
+from utils.files import complete, folders_in, part_of
 
 FAILURES = (Exception, dcp.CheckpointException)  # the second is none of the first
 
@@ -116,8 +116,8 @@ def name(iteration: int, is_validated: bool) -> str:
 
 
 def find(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, damaged ones too, the newest first."""
-    return sorted((path for path in folder.glob("*") if is_name(path.name)), reverse=True)
+    """Return the checkpoints in a folder, damaged ones too, the newest first. Raises ReadError as `folders_in`."""
+    return sorted((path for path in folders_in(folder) if is_name(path.name)), reverse=True)
 
 
 def set_aside(folders: Iterable[Path]) -> None:

@@ -14,7 +14,8 @@ from typing import Any, TextIO
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.info import Unreadable, read_info
 from utils.config.settings import Config, affecting
-from utils.files import lock
+from utils.errors import ReadError
+from utils.files import folders_in, lock
 
 
 @dataclass
@@ -35,7 +36,7 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
     """Return the folder of a run, a new one or the one to go on in, and its lock.
 
     Raises ValueError where it cannot be written or another run is at work in it, where there is nothing to resume, and
-    where a key that decides training has changed.
+    where a key that decides training has changed. ReadError where a folder cannot be listed: who knows what it holds?
     """
     if config.run_num in ("", ".", "..") or "/" in config.run_num or not config.run_num.isprintable():
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
@@ -77,6 +78,8 @@ def make_run_folder(config: Config, name: str) -> RunFolder:
             go_on = f"; to go on with it: --resume {aside}" if old and not old["is_finished"] else ""
             found.remarks.append(f"Renamed the earlier run to {aside}{go_on}")
         (path / "logs").mkdir(parents=True)
+    except ReadError:
+        raise
     except OSError as error:
         raise ValueError(f"cannot write {path} ({error.strerror}): choose another --expdir, or --run_num") from None
     return found
@@ -121,7 +124,7 @@ def _find(config: Config) -> RunFolder | None:
         return None
     if config.resume != "auto":
         return _find_at(Path(config.resume))
-    return _newest(path for path in Path(config.expdir, config.config).glob("*/*") if path.name == config.run_num)
+    return _newest(path / config.run_num for path in folders_in(Path(config.expdir, config.config)))
 
 
 def _find_own(config: Config) -> RunFolder | None:
@@ -132,7 +135,8 @@ def _find_own(config: Config) -> RunFolder | None:
     if not _job() or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return None
     aside = re.compile(re.escape(config.run_num) + r"(\.\d+)?")
-    folders = {path for path in Path(config.expdir, config.config).glob("*/*") if aside.fullmatch(path.name)}
+    grids = folders_in(Path(config.expdir, config.config))
+    folders = {path for grid in grids for path in folders_in(grid) if aside.fullmatch(path.name)}
     folders.add(_run_of(Path(config.resume)))
     return _newest(path for path in folders if _job() in _holder(path))
 

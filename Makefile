@@ -1,6 +1,6 @@
 # make demo     data, training, forecasts of five days: some minutes on a laptop
 # make test     the tests, but those that take long
-# make test-all all tests, as CI runs them
+# make test-all all tests, as CI runs them; make test-nightly those that take longer still
 # make test-gpu those that need GPUs, and the grids of ranks on as many as there are   NPROC=4
 # make lint     ruff and its formatter
 # make help     this list
@@ -32,7 +32,7 @@ endif
 # Where Python may not keep what it compiles (containers say so), every process would compile torch anew: 3 seconds.
 COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 
-.PHONY: help demo test test-all test-gpu lint format readme docs doctor plan plan-check scaling ladder quiz site site-serve notebooks figures benchmark certificate mutations combinations faults soak slurm storage many-ranks properties nightly other-torch locks audit skill simulate clean
+.PHONY: help demo test test-all test-nightly test-gpu lint format readme docs doctor plan plan-check scaling ladder quiz site site-serve notebooks figures benchmark certificate mutations combinations faults soak slurm storage many-ranks properties nightly other-torch locks audit skill simulate clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -13
@@ -55,6 +55,9 @@ test: $(TOOLS)
 
 test-all: $(TOOLS)
 	PYTHON=$(PYTHON) tests/run_tests.sh --all
+
+test-nightly: $(TOOLS)
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m nightly
 
 # On as many GPUs as there are (NPROC=4): the tests of one GPU, then the certificate's grids with NCCL, a rank a GPU.
 test-gpu: $(TOOLS)

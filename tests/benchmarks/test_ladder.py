@@ -279,7 +279,7 @@ def test_links_are_switched_off_by_the_environment(tmp_path, monkeypatch, runs):
     assert row["script"] == "NCCL_P2P_DISABLE=1 train.py" and row["gain"] == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_ladder_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch, capsys):
     flags = [*tiny_flags(tiny)[:6], "--global_batch_size=4"]
     argv = [*flags, "--rungs", "alone: fused", "DALI", "--iterations=5", "--repeats=1"]

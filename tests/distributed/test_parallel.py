@@ -206,7 +206,7 @@ def test_chapter_2_on_one_rank_is_chapter_1(tiny, flags):
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_grid_of_four_ranks_equals_one_process():
     """In float64; and one of them in float32, bf16, fp16 with an overflow, with dropout and so on.

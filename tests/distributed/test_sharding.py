@@ -90,7 +90,7 @@ def on_layouts(folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_of_each_layout_is_read_on_each(tmp_path):
     for done in run_ranks(4, on_layouts, str(tmp_path)):
         assert done.returncode == 0, done.stderr[-3000:]

@@ -26,6 +26,7 @@ RECORD = ROOT / "benchmarks/results/nightly.json"
 NEVER = "not yet"
 # What it proves, and its command.
 STEPS = {
+    "tests": ("tests that CI leaves to the night", "make test-nightly"),
     "certificate": ("every grid of ranks is the same model", "make certificate"),
     "mutations": ("the tests notice errors put in on purpose", "make mutations"),
     "faults": ("every fault on every grid", "make faults"),

@@ -29,7 +29,7 @@ from utils.run.saving import Saving
 # Each fault on one grid here, and all on all in fault_matrix.py.
 LOST = "00000008 was not written ("
 CASES = [
-    pytest.param(name, list(GRIDS)[i % len(GRIDS)], marks=pytest.mark.slow if i % 5 else ())
+    pytest.param(name, list(GRIDS)[i % len(GRIDS)], marks=pytest.mark.nightly if i % 5 else ())
     for i, name in enumerate(FAULTS)
 ]
 
@@ -96,7 +96,7 @@ def test_a_validation_that_is_done_twice_is_on_the_board_once(whole):
 @pytest.mark.parametrize(
     "grid", [Grid(1, 4, 1, ("--no_sequence_parallel",)), Grid(1, 2, 2, ("--parallel_order=dp-cp-tp",))]
 )
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_on_another_grid_and_back(tmp_path, grid):
     folder = write_data(tmp_path)
     serial = undisturbed(Grid(1), folder, "serial", "--dropout=0", dtype=torch.float64)

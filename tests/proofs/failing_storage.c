@@ -2,11 +2,12 @@
 
    FAILING_PATH    the folder; a file counts whose path begins so
    FAILING_WITH    EIO, ENOSPC, ESTALE, EINTR, or SHORT: half of what was asked for
-   FAILING_CALLS   some of: open read write sync rename
+   FAILING_CALLS   some of: open read write sync rename list stat
    FAILING_EVERY   each n-th of these calls fails (of this process)
    FAILING_SWITCH  a file: while it is there
    Calls inside the C library itself (fread, fopen) are not seen. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -16,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -112,3 +114,22 @@ OPEN(open, (const char *path, int flags, ...), path)
 OPEN(open64, (const char *path, int flags, ...), path)
 OPEN(openat, (int folder, const char *path, int flags, ...), folder, path)
 OPEN(openat64, (int folder, const char *path, int flags, ...), folder, path)
+
+DIR *opendir(const char *path) {
+    REAL(opendir); int error = fault("list", path);
+    if (error > 0) { errno = error; return NULL; }
+    return real(path);
+}
+
+#define STAT(name, parameters, ...)                                          \
+    int name parameters {                                                    \
+        REAL(name); int error = fault("stat", path);                         \
+        if (error > 0) { errno = error; return -1; }                         \
+        return real(__VA_ARGS__); }
+
+STAT(stat, (const char *path, struct stat *found), path, found)
+STAT(stat64, (const char *path, struct stat64 *found), path, found)
+STAT(lstat, (const char *path, struct stat *found), path, found)
+STAT(lstat64, (const char *path, struct stat64 *found), path, found)
+STAT(fstatat, (int folder, const char *path, struct stat *found, int flags), folder, path, found, flags)
+STAT(fstatat64, (int folder, const char *path, struct stat64 *found, int flags), folder, path, found, flags)

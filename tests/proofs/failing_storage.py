@@ -8,6 +8,7 @@ end as documented, with one line that says why; and what is there in the end mus
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,23 +33,27 @@ TARGETS = {
     "checkpoints": ("{run}/checkpoints", "open read write sync rename"),
     "records": ("{run}/metrics.jsonl", "open read write sync rename"),
     "curves and pictures": ("{run}/", "open write sync rename"),
+    "a run to go on with": ("{run}", "open read list stat"),
 }
 KINDS = ("EIO", "ENOSPC", "ESTALE", "EINTR", "SHORT")
-# Which calls: each seventh from the beginning, or all of some iterations (a checkpoint follows 8, a validation 10).
+# Which calls: each seventh from the beginning, or all of some iterations (a checkpoint follows 8, a validation 10). A
+# run to go on with was stopped after 7; then all until 11 fail, from the beginning on.
 TIMES = {"now and then": (7, 0, 99), "iterations 7 to 11": (1, 7, 11)}
 CODES = {0, 1, 2, 74}
 
 
 @dataclass
 class Switch(Observer):
-    """Lets the storage fail from one iteration to another; from 0 on: before the run begins, too."""
+    """Lets the storage fail from one iteration to another; from 0 on: before the run begins, too. None: it stops."""
 
     path: Path
     first: int
-    last: int
+    last: int | None
 
     def after_step(self, iteration: int, left: int) -> None:
-        if iteration == self.first:
+        if iteration == self.first and self.last is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif iteration == self.first:
             self.path.touch()
         elif iteration == self.last:
             self.path.unlink()
@@ -63,7 +68,7 @@ def build(folder: Path) -> Path:
     return out
 
 
-def train_here(switch: Path, first: int, last: int, argv: list[str]) -> None:
+def train_here(switch: Path, first: int, last: int | None, argv: list[str]) -> None:
     """Be the process that trains."""
     import train
 
@@ -72,11 +77,11 @@ def train_here(switch: Path, first: int, last: int, argv: list[str]) -> None:
     train.start(partial(train.main, observers=[Switch(switch, first, last)]), argv, train.load_config)
 
 
-def trained(argv: list[str], switch: Path, when: tuple[int, int], **env: str) -> subprocess.CompletedProcess:
+def trained(argv: list[str], switch: Path, when: tuple[int, int | None], **env: str) -> subprocess.CompletedProcess:
     """Train in a process of its own, while the storage fails; return its code, and what it told."""
     code = "import sys, pathlib; from tests.proofs.failing_storage import train_here as t\n"
-    code += "t(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])"
-    command = [sys.executable, "-c", code, str(switch), *map(str, when), *argv]
+    code += f"t(pathlib.Path(sys.argv[1]), *{when}, sys.argv[2:])"
+    command = [sys.executable, "-c", code, str(switch), *argv]
     env = clean_environment(OMP_NUM_THREADS="1", **env)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
 
@@ -91,6 +96,9 @@ def case(folder: Path, library: Path, whole: Path, target: str, kind: str, time:
     argv, switch = tiny_flags(folder, *FLAGS, "--run_num", name), folder / f"{name}.switch"
     run, (where, calls), (every, *when) = run_folder(argv), TARGETS[target], TIMES[time]
     every = max(every, 3 * (kind == "EINTR"))
+    if target == "a run to go on with":
+        assert trained(argv, switch, (7, None)).returncode == 75
+        argv, when = [*argv, "--resume=auto"], [0, when[1]]
     done = trained(
         argv, switch, tuple(when), LD_PRELOAD=str(library), FAILING_PATH=str(folder / where.format(run=run)),
         FAILING_WITH=kind, FAILING_CALLS=calls, FAILING_EVERY=str(every), FAILING_SWITCH=str(switch),

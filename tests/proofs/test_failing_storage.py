@@ -16,6 +16,7 @@ CASES = [
     ("checkpoints", "ENOSPC", "now and then", "74"),
     ("records", "ESTALE", "iterations 7 to 11", "0"),
     ("curves and pictures", "EIO", "iterations 7 to 11", "0"),
+    ("a run to go on with", "ESTALE", "iterations 7 to 11", "2"),
 ]
 
 

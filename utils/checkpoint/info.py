@@ -83,7 +83,9 @@ def read_info(folder: Path) -> dict[str, Any]:
         check_regular(folder / INFO)
         info = json.loads((folder / INFO).read_text())
         format = info["format"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise Unreadable(f"{folder / INFO}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unreadable(f"{folder} is not complete ({type(error).__name__} in {INFO})") from None
     if format not in (1, FORMAT):
         raise Unreadable(f"{folder} has format {format}, and this code reads {FORMAT}")

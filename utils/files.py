@@ -1,19 +1,22 @@
 """Files and folders: there whole or not at all, locked by one process, JSON that any reader takes. No torch."""
 
+import errno
 import fcntl
 import json
 import logging
 import math
 import os
 import re
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from utils.errors import ReadError
 
+T = TypeVar("T")
 CHECKED = re.compile(r'(\{.*), "crc32": "([0-9a-f]{8})"\}')
 
 
@@ -50,15 +53,34 @@ def complete(path: Path, sync: bool = True) -> None:
 def folders_in(folder: Path) -> list[Path]:
     """Return the folders in a folder; none where it is not there.
 
-    Raises ReadError where it cannot be listed: what a storage does not show now may be there (`glob` finds nothing).
+    Raises ReadError where it cannot be listed, or lies behind a link that leads nowhere: what a storage does not show
+    now may be there. (`glob` finds nothing.) Such links in it count as folders.
     """
     try:
         with os.scandir(folder) as entries:
-            return [Path(entry.path) for entry in entries if entry.is_dir()]
+            return [Path(entry.path) for entry in entries if entry.is_dir() or _leads_nowhere(entry.path)]
     except FileNotFoundError:
+        if link := next(filter(_leads_nowhere, (folder, *folder.parents)), None):
+            raise ReadError(f"{link} is a link to what is not there: mend that, or wait for its storage") from None
         return []
     except OSError as error:
         raise ReadError(f"cannot list {folder} ({error.strerror}): mend that, or wait for its storage") from None
+
+
+def _leads_nowhere(path: str | Path) -> bool:
+    return os.path.islink(path) and not os.path.exists(path)
+
+
+def patiently(read: Callable[[], T]) -> T:
+    """Return what `read` does; where its storage fails, it is called again after a second, and after three more."""
+    for pause in (1, 3):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
+                raise
+        time.sleep(pause)
+    return read()
 
 
 def check_kind(path: Path) -> None:
@@ -148,6 +170,8 @@ def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str,
     """
     kept: list[dict[str, Any]] = []
     void: list[dict[str, Any]] = []
+    if not path.exists():
+        logging.warning("%s is not there: what it told up to iteration %d is lost", path, iteration)
     for event in read_events(path) if path.exists() else ():
         validates = event["event"] == "epoch" or "validation_rate" in event  # at the iteration that it tells of
         stays = event["iteration"] <= iteration and (not validates or event["epoch"] <= epochs)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from utils.checkpoint.storage import METADATA, check_regular
 from utils.checksum import checksum
-from utils.files import write_text
+from utils.files import patiently, write_text
 
 FORMAT = 2  # 1, of version 0.1.0, had no checksums
 INFO = "info.json"
@@ -66,46 +67,50 @@ ENTRIES = {
     "iteration": _is_count, "epochs": _is_count, "is_finished": _is_flag, "epoch_losses": _list_of(_is_number),
     "skipped": _is_count, "scaler": _holds(), "train_samples": _is_count, "best": _is_best, "files": _is_files,
     "layout": _holds(ranks=_is_count, tensor_parallel=_is_count, context_parallel=_is_count), "data": _holds(),
-    "config": _holds(num_iters=_is_count, amp_mode=_is_text), "versions": _holds(torch=_is_text),
+    "written": _is_number, "config": _holds(num_iters=_is_count, amp_mode=_is_text), "versions": _holds(torch=_is_text),
 }  # fmt: skip
 
 
 def write_info(folder: Path, info: dict[str, Any]) -> None:
     """Write info.json, once all other files are there: it has their sizes, and checksums. Raises OSError."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    told = {**info, "format": FORMAT, "files": sizes, METADATA_CHECKSUM: checksum(folder / METADATA)}
+    told = {**info, "format": FORMAT, "written": time.time(), "files": sizes}
+    told[METADATA_CHECKSUM] = checksum(folder / METADATA)
     write_text(folder / INFO, json.dumps({**told, CHECKSUM: _checksum(told)}, indent=1))
 
 
 def read_info(folder: Path) -> dict[str, Any]:
     """Return the info of a complete checkpoint. Raises Unreadable, with the file at fault, for another one."""
     try:
+        return patiently(lambda: _read_info(folder))
+    except OSError as error:
+        raise Unreadable(f"{error.filename or folder}: {error.strerror or error}") from None
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    try:
         check_regular(folder / INFO)
         info = json.loads((folder / INFO).read_text())
         format = info["format"]
-    except OSError as error:
-        raise Unreadable(f"{folder / INFO}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unreadable(f"{folder} is not complete ({type(error).__name__} in {INFO})") from None
     if format not in (1, FORMAT):
         raise Unreadable(f"{folder} has format {format}, and this code reads {FORMAT}")
     if format == FORMAT and info.pop(CHECKSUM, None) != _checksum(info):
         raise Unreadable(f"{folder / INFO} has another checksum than when it was written")
+    info.setdefault("written", folder.stat().st_mtime)  # seconds since 1970; the first format did not say
     for name, fits in ENTRIES.items():
         if name not in info or not fits(info[name]):
             raise Unreadable(f"{folder / INFO}: {name} is {str(info.get(name))[:80]!r}, which no run writes")
     for name, size in {METADATA: None, **info["files"]}.items():
-        try:
-            check_regular(folder / name)
-            found = (folder / name).stat().st_size
-        except OSError as error:
-            raise Unreadable(f"{folder / name}: {error.strerror}") from None
+        check_regular(folder / name)
+        found = (folder / name).stat().st_size
         if found != size:
             raise Unreadable(f"{folder / name} has {found:,} bytes, not {size or 0:,}")
     try:
         if format == FORMAT and checksum(folder / METADATA) != info.get(METADATA_CHECKSUM):
             raise Unreadable(f"{folder / METADATA} has another checksum than when it was written")
-    except (OSError, EOFError) as error:
+    except EOFError as error:
         raise Unreadable(f"{folder / METADATA}: {error}") from None
     return info
 

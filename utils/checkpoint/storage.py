@@ -10,6 +10,8 @@ import io
 import math
 import pickle
 import stat
+import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,16 @@ class Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: described.Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
+        folder, ends = Path(self.path), defaultdict(int)
+        for place in metadata.storage_data.values():
+            ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
+        for pause in (1, 3, 0):  # s; what another node wrote may be seen late
+            absent = [name for name, end in ends.items() if size_of(folder / name) < end]
+            if not absent:
+                break
+            time.sleep(pause)
+        else:
+            raise OSError(f"rank 0 does not see {folder / absent[0]}, which another wrote: all need the same --expdir")
         to_disk(Path(self.path, METADATA))
 
 
@@ -74,6 +86,14 @@ class Reader(dcp.FileSystemReader):
         with path.open("rb") as file:
             file.seek(place.offset)
             check_archive(io.BytesIO(file.read(place.length)))
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, -1 where it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
 
 
 def check_regular(path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from utils.checkpoint.info import Unreadable, is_name, write_info
 from utils.checkpoint.storage import METADATA, Reader, Writer
 from utils.errors import first_line
-from utils.files import complete, folders_in, part_of
+from utils.files import complete, folders_in, part_of, patiently
 
 FAILURES = (Exception, dcp.CheckpointException)  # the second is none of the first
 
@@ -47,6 +47,7 @@ def save(
     try:
         if is_main:
             remove(folder.parent.glob("*.part"))  # of a process that was killed, of ranks that lost each other
+            part.mkdir(exist_ok=True)  # dcp would make the run's folder, too, where that has another name by now
         own = shards()
     except FAILURES as found:
         error = reason(found)
@@ -76,9 +77,13 @@ def _share(error: str | None, group: dist.ProcessGroup) -> str | None:
 
 def reason(error: BaseException) -> str:
     """Return the cause of an error in one line: dcp's own names every rank with its traceback."""
+    return first_line(_cause(error))
+
+
+def _cause(error: BaseException) -> BaseException:
     while isinstance(error, dcp.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return first_line(error)
+    return error
 
 
 def metadata(folder: Path) -> dict[str, Any]:
@@ -94,12 +99,19 @@ def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
 
     Raises Unreadable, on all ranks, if it fails.
     """
+
+    def read() -> None:
+        try:
+            dcp.load(shards, storage_reader=Reader(folder), no_dist=alone)
+        except FAILURES as error:
+            raise _cause(error) from None  # the same on all ranks
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(shards, storage_reader=Reader(folder), no_dist=alone)
+            patiently(read)
     except FAILURES as error:
-        raise Unreadable(f"{folder}: {reason(error)}") from None
+        raise Unreadable(f"{folder}: {first_line(error)}") from None
 
 
 def read(folder: Path, prefix: str) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from utils.errors import WriteError
 from utils.files import whole, write_text
-from utils.run.folder import lock_run, rename_aside, whoami
+from utils.run.folder import lock_run, rename_aside, sign
 
 BEGUN = {"lock", "setting.json.part"}  # what may be there before there is a setting
 
@@ -50,7 +50,7 @@ class ForecastStore:
             elif path.read_text() != text:
                 raise ValueError(f"{self.folder} was begun by another evaluation just now: choose another with --out")
             self.kept.mkdir(exist_ok=True)
-            (self.folder / "owner").write_text(whoami())
+            sign(self.folder)
         except OSError as error:
             raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another with --out") from None
 

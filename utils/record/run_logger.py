@@ -73,7 +73,7 @@ class RunLogger(Observer):
     def close_files(self, error: BaseException | None) -> None:
         """Close the files; out.log gets the error that ends the run."""
         if self.records is not None:
-            self.records.close()
+            _close_records(self.records, self.unwritten)
         if self.curves is not None:
             self.curves.close("FINISHED" if error is None else "KILLED" if isinstance(error, Ended) else "FAILED")
         terminal, file = self.handlers
@@ -227,6 +227,16 @@ class RunLogger(Observer):
         for c in fields.plot_channels:
             logging.info("  Picture: %s", self.folder / "pictures" / f"{names[c]}.png")
         logging.info("  Records: %s", self.folder / "metrics.jsonl")
+
+
+def _close_records(records: BinaryIO, lines: bytes) -> None:
+    """Write what the disk has not taken so far, say so where it still does not, and close the file."""
+    with contextlib.suppress(OSError):
+        while lines:
+            lines = lines[records.write(lines) :]
+    if lines:
+        logging.warning("%s: the disk did not take the last %d line(s)", records.name, lines.count(b"\n"))
+    records.close()
 
 
 def _longer_forecasts(config: Config, iteration: int) -> str | None:

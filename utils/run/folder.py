@@ -3,6 +3,7 @@
 <expdir>/<config>/<N>{GPU,MP}/<run_num>/  out.log  config.yaml  metrics.jsonl  logs/  pictures/  checkpoints/ lock owner
 """
 
+import contextlib
 import os
 import re
 import socket
@@ -15,7 +16,9 @@ from utils.checkpoint import store as checkpoint
 from utils.checkpoint.info import Unreadable, read_info
 from utils.config.settings import Config, affecting
 from utils.errors import ReadError
-from utils.files import folders_in, lock
+from utils.files import folders_in, lock, write_text
+
+BEGINS = ", which begins"  # after the name of an owner that has not begun to train
 
 
 @dataclass
@@ -40,7 +43,7 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
     """
     if config.run_num in ("", ".", "..") or "/" in config.run_num or not config.run_num.isprintable():
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
-    found = _find(config)
+    found = _find(config, name)
     if found is None:
         found = make_run_folder(config, name)
         lock = lock_run(found.path)
@@ -48,14 +51,14 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
             found.remarks.append(f"Nothing to resume: no run {config.run_num!r} of {config.config!r} has a checkpoint")
     else:
         lock, seen = lock_run(found.path), found.path
-        found = _find(config)  # once more: until now another process may have been at work here
+        found = _find(config, name)  # once more: until now another process may have been at work here
         if found is None or found.path != seen:
             raise ValueError(f"{seen} changed while it was opened: start again")
         if found.newest:
             check_same_training(found.path, found.newest["config"], config)
     try:
         config.save(found.path / "config.yaml")
-        (found.path / "owner").write_text(whoami())
+        sign(found.path, is_claim=False)
     except OSError as error:
         raise ValueError(f"cannot write to {found.path} ({error.strerror}): a run goes on in its own folder") from None
     return found, lock
@@ -71,10 +74,11 @@ def make_run_folder(config: Config, name: str) -> RunFolder:
     found = RunFolder(path)
     try:
         if path.exists():
-            for folder in (path, *(lock.parent for lock in path.glob("*/lock"))):
-                lock_run(folder).close()
-            old = _read_run(path).newest
-            aside = rename_aside(path)
+            with contextlib.ExitStack() as locked:  # until it has its new name
+                for folder in (path, *(lock.parent for lock in path.glob("*/lock"))):
+                    locked.enter_context(lock_run(folder))
+                old = _read_run(path).newest
+                aside = rename_aside(path)
             go_on = f"; to go on with it: --resume {aside}" if old and not old["is_finished"] else ""
             found.remarks.append(f"Renamed the earlier run to {aside}{go_on}")
         (path / "logs").mkdir(parents=True)
@@ -92,23 +96,35 @@ def rename_aside(path: Path) -> Path:
 
 def lock_run(path: Path, remedy: str = "choose another --run_num") -> TextIO:
     """Take the folder for this process, as utils.files.lock does. Raises ValueError where another process has it."""
-    if file := lock(path / "lock"):
-        return file
-    raise ValueError(f"{path} is in use by {_holder(path) or 'another process'}: wait for its end, or {remedy}")
+    file = lock(path / "lock")
+    if file is None:
+        owners = _owners(path) or ["another process"]
+        raise ValueError(f"{path} is in use by {owners[-1]}: wait for its end, or {remedy}")
+    there = path / "lock"
+    if not there.exists() or not os.path.samestat(os.fstat(file.fileno()), there.stat()):
+        file.close()  # of a folder that has another name by now
+        raise ValueError(f"{path} changed while it was opened: start again")
+    return file
 
 
-def _holder(path: Path) -> str:
-    """Return what the process that works, or worked, on a run wrote about itself.
+def _owners(path: Path) -> list[str]:
+    """Return what the processes that worked on a run wrote about themselves, a line each, the last one last.
 
     Not into the lock: whoever closes a file loses the locks that it has on it.
     """
     file = path / "owner"
-    return file.read_text().strip() if file.exists() else ""
+    return file.read_text().splitlines() if file.exists() else []
 
 
-def whoami() -> str:
-    """Return what a process writes about itself into the file `owner`."""
-    return f"{_job()}process {os.getpid()} on {socket.gethostname()}\n"
+def sign(path: Path, is_claim: bool = True) -> None:
+    """Write who works here, after those that did before.
+
+    By a claim this Slurm job finds a run again in its next life, with its newest checkpoint: what it goes on from must
+    be that.
+    """
+    process = f"{_job()}process {os.getpid()} on {socket.gethostname()}"
+    before = [line for line in _owners(path) if line != process + BEGINS]
+    write_text(path / "owner", "\n".join([*before, process + BEGINS * (not is_claim), ""]))
 
 
 def _job() -> str:
@@ -116,35 +132,49 @@ def _job() -> str:
     return f"job {os.environ['SLURM_JOB_ID']}, " if "SLURM_JOB_ID" in os.environ else ""
 
 
-def _find(config: Config) -> RunFolder | None:
+def _find(config: Config, name: str) -> RunFolder | None:
     """Return the run to go on with, as `resume` says; None for a new one."""
-    if own := _find_own(config):
+    if own := _find_own(config, name):
         return own
     if config.resume == "none":
         return None
     if config.resume != "auto":
         return _find_at(Path(config.resume))
-    return _newest(path / config.run_num for path in folders_in(Path(config.expdir, config.config)))
+    grids = folders_in(Path(config.expdir, config.config))
+    return _newest(path / config.run_num for path in grids if re.fullmatch(r"\d+(GPU|MP)", path.name))
 
 
-def _find_own(config: Config) -> RunFolder | None:
+def _find_own(config: Config, name: str) -> RunFolder | None:
     """Return the run that this Slurm job began in an earlier life, with all its checkpoints.
 
-    It goes on with it whatever `resume` says, and even if another job has renamed it aside meanwhile.
+    It goes on with it whatever `resume` says, and even if another job has renamed it aside meanwhile. Of several, in
+    a job that runs one grid after the other, the one of this grid.
     """
     if not _job() or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
         return None
-    aside = re.compile(re.escape(config.run_num) + r"(\.\d+)?")
-    grids = folders_in(Path(config.expdir, config.config))
-    folders = {path for grid in grids for path in folders_in(grid) if aside.fullmatch(path.name)}
-    folders.add(_run_of(Path(config.resume)))
-    return _newest(path for path in folders if _job() in _holder(path))
+    places = [(grid, config.run_num) for grid in folders_in(Path(config.expdir, config.config))]
+    if config.resume not in ("auto", "none"):
+        given = _run_of(Path(config.resume))
+        places.append((given.parent, given.name))
+    folders = [
+        path
+        for place, run_num in places
+        for path in folders_in(place)
+        if re.fullmatch(re.escape(run_num) + r"(\.\d+)*", path.name)
+        and any(owner.startswith(_job()) and not owner.endswith(BEGINS) for owner in _owners(path))
+    ]
+    return _newest(path for path in folders if path.parent.name == name) or _newest(folders)
 
 
 def _newest(folders: Iterable[Path]) -> RunFolder | None:
-    """Return the run with the newest checkpoint."""
+    """Return the run with the newest checkpoint; one of which none is complete only where there is no other."""
     runs = [run for run in map(_read_run, folders) if run.checkpoints]
-    return max(runs, key=lambda run: run.checkpoints[0][0].stat().st_mtime, default=None)
+    return max(runs, key=lambda run: (run.newest is not None, _saved(run)), default=None)
+
+
+def _saved(run: RunFolder) -> float:
+    """Return when the newest checkpoint was written: the files' date may be that of a copy."""
+    return run.newest["written"] if run.newest else run.checkpoints[0][0].stat().st_mtime
 
 
 def _find_at(path: Path) -> RunFolder:

@@ -17,9 +17,9 @@ from utils.config.settings import Config, interval, seconds
 from utils.data.dataset import Job
 from utils.errors import NOT_SAVED, STOPPED, Ended, Refused
 from utils.observers import EpochRecord, Observer
-from utils.ranks.agree import share_error
+from utils.ranks.agree import all_ranks_agree, share_error
 from utils.ranks.stop import StopRequests
-from utils.run.folder import RunFolder
+from utils.run.folder import RunFolder, sign
 from utils.run.verify import Verifier
 from utils.spans import in_span, span
 
@@ -124,6 +124,9 @@ class Saving(Observer):
         sync = run.logger.sync if run.logger else None
         folder = run.folder / "checkpoints"
         self.checkpointer = Checkpointer(folder, run.state, config.keep_checkpoints, self.resumed, sync, wait)
+        with all_ranks_agree():
+            if run.logger:
+                sign(run.folder)  # not before: checkpoints after the one that it goes on from are set aside by now
         deadline = limit and run.job.world.started + seconds("time_limit", limit)
         self.requests = StopRequests(deadline, save_seconds, wait)
 

@@ -72,8 +72,8 @@ def _leads_nowhere(path: str | Path) -> bool:
 
 
 def patiently(read: Callable[[], T]) -> T:
-    """Return what `read` does; where its storage fails, it is called again after a second, and after three more."""
-    for pause in (1, 3):
+    """Return what `read` does; where its storage fails, it is called again after half a second, and after two more."""
+    for pause in (0.5, 2):
         try:
             return read()
         except OSError as error:

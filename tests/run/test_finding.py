@@ -246,7 +246,8 @@ def test_an_error_of_the_storage_that_passes_costs_no_checkpoint(tiny, monkeypat
     monkeypatch.setattr(storage.Reader, "read_data", read_data)
     monkeypatch.setattr(files.time, "sleep", pauses.append)
     run_here(tiny_flags(tiny, *FLAGS, "--resume=auto"))
-    assert Path(records(path, "resume")[0]["checkpoint"]).name == newest and [x for x in pauses if x in (0.5, 2)] == [0.5, 2]
+    assert Path(records(path, "resume")[0]["checkpoint"]).name == newest
+    assert [pause for pause in pauses if pause in (0.5, 2)] == [0.5, 2]
 
 
 def test_records_that_were_lost_are_told(tiny, capsys):

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import torch
@@ -191,7 +191,7 @@ def _soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]
         references = {grid: reference(grid, folder) for grid in HOME}
         serial = reference(Grid(1), folder, "--dropout=0", dtype=torch.float64)
         skill = evaluated(references[HOME[0]], folder, random.Random(0), kill=False)[0]
-        while happened.total() < interruptions and time.monotonic() < end:
+        while happened.total() < interruptions and time.monotonic() < end and parent_process().is_alive():
             grids = WANDERING if runs % 2 else [dice.choice(HOME)]
             told = run(grids, folder, f"run{runs}", dice)
             # A process that ended before its first checkpoint may have left a folder, too, of another grid's name.

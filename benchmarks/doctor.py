@@ -6,7 +6,8 @@
 In a job's script this looks at the first of its nodes: versions, devices, cores and threads, limits, storage, the data,
 and the memory that the chosen section needs; what ranks send to each other it measures over all nodes. Takes a minute
 or two, and changes nothing. --json FILE keeps it all, and draws beside it how the devices are connected. --machine FILE
-measures what the machine can do, for benchmarks/plan.py: a minute more, or two. Without GPUs on two ranks or more.
+measures what the machine can do, for benchmarks/plan.py: a minute more, or two; --seconds 10 has a shorter look, and
+knows less of a machine that others use, too. Without GPUs on two ranks or more.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from benchmarks.harness.command import errors_in_one_line, parser_of  # noqa: E4
 from benchmarks.harness.record import write_record  # noqa: E402
 from benchmarks.node.machine import Line, connections, cores, devices, host_memory, libraries, limits, sizes, versions  # noqa: E402
 from benchmarks.planner.machine import write_machine  # noqa: E402
-from benchmarks.planner.measure import measure  # noqa: E402
+from benchmarks.planner.measure import SECONDS, measure  # noqa: E402
 from benchmarks.simulate import simulate  # noqa: E402
 from utils.config.reader import load_config  # noqa: E402
 from utils.config.settings import Config  # noqa: E402
@@ -197,9 +198,9 @@ def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
     yield Line(told, None if needed < 0.9 * there else "try " + ", then ".join(remedies))
 
 
-def planning(path: Path, device: torch.device, nproc: int, storage: float | None) -> Iterator[Line]:
+def planning(path: Path, device: torch.device, nproc: int, storage: float | None, seconds: float) -> Iterator[Line]:
     """Measure what the machine can do, and keep it in a file."""
-    found = measure(device.type, nproc, storage)
+    found = measure(device.type, nproc, storage, seconds)
     write_machine(path, found)
     best = {dtype: max(rate for _, rate in curve) for dtype, curve in found["products"].items()}
     told = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in best.items())
@@ -208,7 +209,7 @@ def planning(path: Path, device: torch.device, nproc: int, storage: float | None
     busy = "others compute here: measure again when it is quiet" if max(noise, drift) > 0.05 else None
     yield Line(
         f"an operation takes the host {1e6 * found['host']:.1f} us; the time of a step varies by {noise:.1%}, "
-        f"and by {drift:.1%} over the minute that this took",
+        f"and by {drift:.1%} from round to round",
         busy,
     )
     yield Line(f"kept in {path}: python benchmarks/plan.py --machine {path} --ranks {nproc}, with these flags")
@@ -220,11 +221,14 @@ def parsed(argv: list[str]) -> tuple[argparse.Namespace, list[str], Config, int]
     parser.add_argument("--nproc", type=int, help="ranks; default: one a GPU")
     parser.add_argument("--json", type=Path, help="file to write")
     parser.add_argument("--machine", type=Path, help="file to write for benchmarks/plan.py")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of taking steps for it; default: %(default)s")
     args, flags = parser.parse_known_args(argv)
     check_place()
     config, _ = load_config(flags, chapter=2)
     stay_on(config.device)
     args.nproc = all_devices() if args.nproc is None else args.nproc
+    if not 0 <= args.seconds <= 3600:
+        raise ValueError(f"seconds {args.seconds:g} are not from 0 to 3600")
     dp, rest = divmod(args.nproc, config.tensor_parallel * config.context_parallel)
     if rest or not dp:
         raise ValueError(f"nproc {args.nproc} does not divide over tensor_parallel x context_parallel: take a multiple")
@@ -279,7 +283,7 @@ def main(argv: list[str]) -> None:
         show("Communication", communication(flags, args.nproc, found.get("sent", {}), step))
     if args.machine:
         ranks = max(args.nproc, 1 if device.type == "cuda" else min(len(cores_in_reach()), 2))
-        show("For the planner", planning(args.machine, device, ranks, found.get("storage")))
+        show("For the planner", planning(args.machine, device, ranks, found.get("storage"), args.seconds))
     changes = sum(line.change is not None for lines in shown.values() for line in lines)
     print(f"\n{changes} thing(s) to change" if changes else "\nAll is well.")
     if args.json:

@@ -1,10 +1,11 @@
 """What can this machine do? Ranks measure it together, and rank 0 prints it: a machine's file (machine.py).
 
-    torchrun --nproc_per_node=2 benchmarks/planner/measure.py cpu
+    torchrun --nproc_per_node=2 benchmarks/planner/measure.py cpu 45
 
 What operators reach is taken from steps of small models, operation by operation: there inputs lie in memory and caches
 as they do in training, while a loop over one operator would find all in caches (by up to half too fast). All ranks work
-at once, as in a run: what they share, they share here. What a step takes beside its operations is the host's.
+at once, as in a run: what they share, they share here. What a step takes beside its operations is the host's. Rounds of
+steps go on for so many seconds: others slow a machine down for a while, and each model's fastest round is taken.
 """
 
 import contextlib
@@ -52,8 +53,8 @@ MODELS = {
     ],
 }  # fmt: skip
 MODES = {"cpu": ("none", "bf16"), "cuda": ("none", "tf32", "bf16", "fp16")}  # all models in the first, some in others
-STEPS, CALLS, LIMIT = 5, 7, 300  # LIMIT: seconds of the whole
-ROUNDS, STEADY = (3, 8), 45  # least and most rounds of steps; between them as many as fit into so many seconds
+STEPS, CALLS, LIMIT = 5, 7, 300  # LIMIT: seconds of all else
+SECONDS, ROUNDS = 45, (2, 8)  # rounds of steps: as many as fit into so many seconds, but these at least and at most
 CACHES = {"cpu": 2**25, "cuda": 2**27}  # bytes, more than they hold of what was there before
 SIZES = {"cpu": (2**10, 2**14, 2**18, 2**21, 2**24), "cuda": (2**10, 2**14, 2**18, 2**22, 2**25, 2**28)}  # bytes
 
@@ -146,7 +147,7 @@ def spread_of(values: list[float]) -> float:
     return 1.4826 * statistics.median(abs(x - middle) for x in values) / middle
 
 
-def best_steps(device: torch.device, local_rank: int) -> tuple[list[Steps], float]:
+def best_steps(device: torch.device, local_rank: int, seconds: float) -> tuple[list[Steps], float]:
     """Return the steps of each model, and how far rounds of them lay apart.
 
     Of some rounds, minutes of a machine that others may slow down, each model's fastest is taken. Apart is half the
@@ -159,7 +160,7 @@ def best_steps(device: torch.device, local_rank: int) -> tuple[list[Steps], floa
     least, most = ROUNDS
     begin = time.perf_counter()
     rounds = [[time_steps(bench) for bench in benches]]
-    fitting = STEADY / max(gathered([time.perf_counter() - begin]))
+    fitting = seconds / max(gathered([time.perf_counter() - begin]))
     rounds += [[time_steps(bench) for bench in benches] for _ in range(round(min(max(fitting, least), most)) - 1)]
     apart = []
     for of_model in zip(*rounds):
@@ -179,11 +180,11 @@ def flags_of(model: tuple[int, ...], mode: str, device: str) -> list[str]:
     ]  # fmt: skip
 
 
-def computing(device: torch.device, local_rank: int) -> dict[str, Any]:
+def computing(device: torch.device, local_rank: int, seconds: float) -> dict[str, Any]:
     """Return what ranks reach that compute at once: products, attention, moving, host and noise of a machine."""
     products, attention, moving = Curves(), Curves(), Curves()
     host, noises = 0.0, []
-    best, drift = best_steps(device, local_rank)
+    best, drift = best_steps(device, local_rank, seconds)
     for found in best:
         operations, seconds, step = found.operations, found.seconds, found.step
         if device.type == "cuda":  # what it takes to ask for an operation, and to wait for it
@@ -310,7 +311,7 @@ def main(world: World, argv: list[str]) -> None:
     before = room(device, per_node)
     found = {
         "name": f"{per_node} x {device_name()} a node, {world.size // per_node} node(s)", "source": "measured",
-        "device": device.type, "per_node": per_node, **computing(device, world.local_rank),
+        "device": device.type, "per_node": per_node, **computing(device, world.local_rank, float(argv[1])),
         "links": links(device, per_node), "copy": copying(device), "storage": None,
         "sources": {"": f"measured with PyTorch {torch.__version__}, {platform.platform()}"},
     }  # fmt: skip
@@ -320,19 +321,22 @@ def main(world: World, argv: list[str]) -> None:
         print(json.dumps(found))
 
 
-def measure(device: str, ranks: int, storage: float | None = None) -> dict[str, Any]:
+def measure(device: str, ranks: int, storage: float | None = None, seconds: float = SECONDS) -> dict[str, Any]:
     """Return what the ranks of a machine measure: what a machine's file holds.
 
     Args:
         storage: bytes per second that a node reads, if known.
+        seconds: how long to take steps, more or less.
 
     Raises ValueError where they cannot.
     """
     command, env = launch(__file__, ranks)
     try:
-        code, told, errors = call([*command, device], env, LIMIT)
+        code, told, errors = call([*command, device, str(seconds)], env, LIMIT + seconds)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{ranks} ranks took over {LIMIT} s to measure: can they reach each other?") from None
+        raise ValueError(
+            f"{ranks} ranks took over {LIMIT + seconds:.0f} s to measure: can they reach each other?"
+        ) from None
     if code:
         raise ValueError(reason(errors))
     found = json.loads(next(line for line in reversed(told.splitlines()) if line.startswith("{")))

@@ -85,9 +85,23 @@ def test_a_machine_from_end_to_end(tiny):
 
 
 def test_what_a_user_gets_wrong_is_one_line(tiny):
-    for flags, words in ((["--nproc", "3", "--tensor_parallel=2"], "nproc 3 does not divide"), (["--lr", "-1"], "lr")):
+    for flags, words in (
+        (["--nproc", "3", "--tensor_parallel=2"], "nproc 3 does not divide"),
+        (["--lr", "-1"], "lr"),
+        (["--seconds", "-1"], "seconds -1 are not"),
+    ):
         with pytest.raises(ValueError, match=words):
             doctor.main([*tiny_flags(tiny), *flags])
+
+
+def test_a_short_look_at_what_the_machine_can_do(tiny, monkeypatch, capsys):
+    def refused(device, ranks, storage, seconds):
+        raise ValueError(f"asked for {seconds} s")
+
+    monkeypatch.setattr(doctor, "measure", refused)
+    for flags, told in (([], "asked for 45 s"), (["--seconds", "7"], "asked for 7.0 s")):
+        doctor.main([*tiny_flags(tiny), "--nproc", "1", "--machine", str(tiny / "machine.json"), *flags])
+        assert told in capsys.readouterr().out and not (tiny / "machine.json").exists()
 
 
 def test_versions_that_differ(monkeypatch):

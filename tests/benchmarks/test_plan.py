@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from benchmarks import plan
 from benchmarks.planner import machine as machines
+from benchmarks.planner import measure as measuring
 from benchmarks.planner.layouts import Layout, groups_of, is_taken, models, orders, parts_of, variants
 from benchmarks.planner.machine import Link, at, load_machine, machine_of, seconds_at, write_machine
-from benchmarks.planner.measure import MODELS, SIZES
-from benchmarks.planner.measure import main as measure_main
+from benchmarks.planner.measure import MODELS, SIZES, Steps
 from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.predict import Clock, Group, Links, shown, tail
 from benchmarks.planner.ranking import bytes_of_sample, front, outlook_of, outlooks, sketches
@@ -343,7 +343,7 @@ def on_ranks(folder):
     world = find_world(os.environ)
     join(world)
     with contextlib.redirect_stdout(io.StringIO()) as told:
-        measure_main(world, ["cpu"])
+        measuring.main(world, ["cpu", "0"])
     if world.rank == 0:
         (folder / "machine.json").write_text(told.getvalue())
     dist.destroy_process_group()
@@ -367,6 +367,24 @@ def test_a_machine_is_measured_by_its_ranks(tmp_path):
         outlook_of(config, machine, 4)
     with pytest.raises(ValueError, match="do not fill nodes of 2"):
         outlook_of(config, machine, 3)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0, 2), (70, 3), (1000, 8)])
+def test_rounds_of_steps_fill_the_seconds(seconds, rounds, monkeypatch):
+    """Of two seconds a model; each model's fastest is taken, and how far its rounds lay apart is told."""
+    models, taken = 12, []
+
+    def one_step(bench):
+        taken.append(bench)
+        return Steps(False, [], [], [10.0 - (len(taken) - 1) // models])  # a second faster in each round
+
+    monkeypatch.setattr(measuring, "Bench", lambda flags, local_rank: flags)
+    monkeypatch.setattr(measuring, "time_steps", one_step)
+    monkeypatch.setattr(measuring, "gathered", lambda values: values)
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: 2.0 * len(taken))
+    best, drift = measuring.best_steps(torch.device("cpu"), 0, seconds)
+    assert len(taken) == rounds * models and [found.step for found in best] == [11.0 - rounds] * models
+    assert drift == pytest.approx((rounds - 1) / 2 / (10 - (rounds - 1) / 2))
 
 
 def test_a_long_front_is_thinned_by_limits_of_memory(monkeypatch):

@@ -8,7 +8,7 @@ from benchmarks.combinations import AMP, BOUNDS, CHECKPOINT, CHUNKS, FUSED, JIT,
 from tests.helpers import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "combination",
     [("none", True, False, "block", 4), ("bf16", True, True, "mlp", 4)],

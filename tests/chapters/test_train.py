@@ -376,7 +376,7 @@ def test_gradients_in_float64_equal_the_serial_ones(tmp_path):
     np.testing.assert_allclose(losses(many), losses(one), rtol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_under_ddp_follow_one_process(tmp_path):
     flags = ["--enable_jit", "--bucket_cap_mb", "1", "--embed_dim", "128"]  # several buckets: some end inside a block
     (one, _), (many, _) = serial_and_parallel(tmp_path, 2, *flags, iterations="3")

@@ -140,7 +140,7 @@ def test_a_rank_holds_its_part(ranks):
         assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_sent_and_held_on_256_ranks():
     """Bytes of DDP, or 1.5 times; and the peaks: what all held is now held once."""
     flags = ["--config=mp", "--local_batch_size=1", "--tensor_parallel=4", "--context_parallel=4"]

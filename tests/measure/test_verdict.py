@@ -22,7 +22,7 @@ LIGHT = ["--num_iters", "6", "--report", "--checkpoint_every", "None"]
 SLOWEST = "waiting for the slowest rank"
 HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
 TP, NO_SP = "--tensor_parallel=2", "--no_sequence_parallel"
-many = partial(pytest.param, marks=pytest.mark.slow)
+at_night = partial(pytest.param, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ many = partial(pytest.param, marks=pytest.mark.slow)
         ("slow launches", 1, "train.py", LIGHT, "launching", "--enable_jit"),
         ("nothing", 1, "train.py", HEAVY, "computing", "bf16" if has_bf16(torch.device("cpu")) else "--enable_jit"),
         ("slow rank", 2, "train.py", LIGHT, SLOWEST, f"rank 1, on {platform.node()}, "),
-        many("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),
-        many("slow collectives", 2, "train_mp.py", [*LIGHT, TP], "communicating", "--tensor_parallel"),
-        many("slow all-reduce", 2, "train_mp.py", [*LIGHT, TP, NO_SP], "communicating", "a smaller"),
-        many("slow gradients", 2, "train.py", LIGHT, "communicating", "--accumulation_steps"),
+        at_night("slow disk of rank 1", 2, "train.py", LIGHT, SLOWEST, "'data wait'"),
+        at_night("slow collectives", 2, "train_mp.py", [*LIGHT, TP], "communicating", "--tensor_parallel"),
+        at_night("slow all-reduce", 2, "train_mp.py", [*LIGHT, TP, NO_SP], "communicating", "a smaller"),
+        at_night("slow gradients", 2, "train.py", LIGHT, "communicating", "--accumulation_steps"),
         # Where rank 0 waits nothing but the profile can see.
-        many("slow copies of rank 1", 2, "train_mp.py", [*LIGHT, "--enable_jit", TP], SLOWEST, "'data copy'"),
+        at_night("slow copies of rank 1", 2, "train_mp.py", [*LIGHT, "--enable_jit", TP], SLOWEST, "'data copy'"),
     ],
 )
 def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):

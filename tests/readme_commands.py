@@ -4,7 +4,7 @@
                                                       and the doctor has a shorter look
 
 Blocks that begin with `# on a cluster`, `# on a GPU` or `# by hand` are left out: they need Slurm, a GPU, or a person.
-Two rows run side by side, each on half of the cores: most of a short run is its start, which takes one.
+Two commands run side by side, each on half of the cores: most of a short run is its start, which takes one.
 """
 
 import os
@@ -45,11 +45,11 @@ def run(pages: list[Path], iterations: int | None) -> bool:
     """Run the commands of some pages, one after another; return whether all succeeded."""
     # `python` and `torchrun` of the pages are those of the environment that runs this.
     here = str(Path(sys.executable).parent)
-    threads = str(max(1, (os.cpu_count() or 2) // 2))  # a half of the cores for each of the two rows of commands
+    threads = str(max(1, (os.cpu_count() or 2) // 2))  # a half of the cores for each of two commands
     env = {"OMP_NUM_THREADS": threads, **os.environ, "PATH": here + os.pathsep + os.environ["PATH"]}
     for command in commands("".join(page.read_text() for page in pages)):
         if command.startswith(("make demo", "make test", "git ", "cd ", "source ")):
-            continue  # CI calls these two itself, in a clone of its own
+            continue  # CI calls `make demo` and `make test` itself; the others begin a clone of one's own
         if "era5_djf" in command and not ERA5.exists():
             print(f"skipped, for want of {ERA5}: {command}", flush=True)
             continue

@@ -54,7 +54,7 @@ def folders_in(folder: Path) -> list[Path]:
     """Return the folders in a folder; none where it is not there.
 
     Raises ReadError where it cannot be listed, or lies behind a link that leads nowhere: what a storage does not show
-    now may be there. (`glob` finds nothing.) Such links in it count as folders.
+    now may be there. (`glob` finds nothing behind such a link.) Such links in it count as folders.
     """
     try:
         with os.scandir(folder) as entries:
@@ -170,9 +170,12 @@ def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str,
     """
     kept: list[dict[str, Any]] = []
     void: list[dict[str, Any]] = []
-    if not path.exists():
+    if path.exists():
+        events = read_events(path)
+    else:
+        events = []
         logging.warning("%s is not there: what it told up to iteration %d is lost", path, iteration)
-    for event in read_events(path) if path.exists() else ():
+    for event in events:
         validates = event["event"] == "epoch" or "validation_rate" in event  # at the iteration that it tells of
         stays = event["iteration"] <= iteration and (not validates or event["epoch"] <= epochs)
         (kept if stays else void).append(event)

@@ -1,6 +1,7 @@
 """Checkpoints: what is written, kept, found again and refused; weights that leave a run and begin another one."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,20 @@ def test_a_process_that_is_killed_while_it_removes_leaves_no_half_checkpoint(tin
     folder = run_here(tiny_flags(tiny, *FLAGS, "--checkpoint_every", "1", "--keep_checkpoints", "1"))
     assert names(folder) == ["00000006-validated"]  # the best, too
     assert len(list((folder / "checkpoints").glob("*.void"))) >= 5
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_folder_that_cannot_be_listed_after_a_save_ends_no_thread(tiny, monkeypatch):
+    """What is to be removed stays there until the next save."""
+    original = Path.glob
+
+    def glob(self, pattern, *args, **options):
+        if pattern == "*.void":
+            raise OSError("Stale file handle")
+        return original(self, pattern, *args, **options)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    run_here(tiny_flags(tiny, *FLAGS))
 
 
 def test_a_best_checkpoint_that_is_gone_is_not_the_best(soon_best, tiny):
@@ -316,6 +331,28 @@ def test_the_best_weights(soon_best, tiny, capsys):
     assert "has no complete checkpoint: give the folder" in capsys.readouterr().err
     assert checkpoint_main(["export", str(folder), str(tiny / "no/w.pt")]) == 2
     assert "give another file" in capsys.readouterr().err
+
+
+def test_one_checkpoint_of_a_run_is_the_best(tiny, capsys):
+    """Each of these was when it was written."""
+    folder = run_here(tiny_flags(tiny, *FLAGS))
+    found = checkpoint.find(folder / "checkpoints")
+    assert [read_info(path)["best"]["name"] for path in found] == [path.name for path in found]
+    assert checkpoint_main(["inspect", str(folder)]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert "; the best, with a validation loss of " in first and others and "best" not in "".join(others)
+    assert checkpoint_main(["inspect", str(found[-1])]) == 0
+    assert "; the best so far, with a validation loss of " in capsys.readouterr().out
+
+
+def test_inspecting_what_is_damaged_or_not_there(tiny, capsys):
+    folder = run_here(tiny_flags(tiny, *FLAGS)) / "checkpoints"
+    (folder / "00000004-validated/__0_0.distcp").unlink()
+    capsys.readouterr()
+    for name in ("00000004-validated", "00000005"):
+        assert checkpoint_main(["inspect", str(folder / name)]) == 2
+        told = capsys.readouterr()
+        assert not told.out and re.fullmatch(rf"error: .*{name}.*: .*No such file.*\n", told.err), told
 
 
 @pytest.mark.parametrize("content", ["nothing", "text", "pickle", "another model"])

@@ -221,7 +221,7 @@ def test_the_saved_configuration_repeats_the_run(tmp_path):
     config = load(
         "--config", "demo", "--lr", "3e-3", "--data_dir", str(tmp_path), "--local_batch_size", "4"
     ).with_batches(2)
-    config.save(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert list(yaml.safe_load((tmp_path / "config.yaml").read_text())) == ["demo"]
     again = load("--yaml_config", str(tmp_path / "config.yaml"), "--config", "demo")
     assert again.with_batches(2) == Config(**{**vars(config), "data_dir": None})

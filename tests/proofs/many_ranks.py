@@ -1,6 +1,6 @@
 """64 ranks of a small model on this machine: they train, lose one, go on with 48, and wait for one that is slow.
 
-    python tests/proofs/many_ranks.py [--ranks 64 --then 48] [--json FILE]      some five minutes on 2 cores
+    python tests/proofs/many_ranks.py [--ranks 64 --then 48] [--json FILE]      some four minutes on 2 cores
 
 All is in float64, and compared with one process. (What a start costs by the number of ranks: benchmarks/startup.py.)
 """
@@ -23,13 +23,12 @@ from tests.proofs.interruptions import Grid, Ranks, in_dtype, worst_error  # noq
 from utils.observers import Observer  # noqa: E402
 from utils.run.run import Run  # noqa: E402
 
-IN_FLOAT64 = in_dtype(torch.float64)
 SLOWER = 100
 
 
 @dataclass
 class Slow(Observer):
-    """One rank takes so many times as long for a step as the median of the run before."""
+    """One rank sleeps before each step."""
 
     rank: int
     seconds: float
@@ -40,13 +39,6 @@ class Slow(Observer):
     def before_step(self, left: int) -> None:
         if self.run.job.world.rank == self.rank:
             time.sleep(self.seconds)
-
-
-def trained(ranks: int, argv: list[str], log: Path, *faults: Observer) -> tuple[list[int], float]:
-    """Return the exit codes, and how long it took, s."""
-    start = time.perf_counter()
-    codes = Ranks(Grid(ranks), argv, log, (IN_FLOAT64, *faults)).wait(timeout=500)
-    return codes, time.perf_counter() - start
 
 
 def main() -> int:
@@ -74,8 +66,9 @@ def main() -> int:
             ranks: int, number: str, *faults: Observer, more: tuple[str, ...] = ()
         ) -> tuple[Path, list[int], float]:
             argv = tiny_flags(folder, *flags, "--run_num", number, *more)
-            codes, seconds = trained(ranks, argv, log, *faults)
-            return run_folder(argv, f"{ranks}GPU"), codes, seconds
+            start = time.perf_counter()
+            codes = Ranks(Grid(ranks), argv, log, (in_dtype(torch.float64), *faults)).wait(timeout=500)
+            return run_folder(argv, f"{ranks}GPU"), codes, time.perf_counter() - start
 
         def check(path: Path, codes: list[int], what: str) -> None:
             assert set(codes) == {0}, log.read_text()[-5000:]

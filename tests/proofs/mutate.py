@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
                 print(f"    {mutation.tests}: {line or 'no error'}", flush=True)
                 seen.append(line is not None)
     print(f"{sum(seen)} of {len(seen)} mutations were seen")
-    return 0 if all(seen) else 1
+    return 0 if seen and all(seen) else 1
 
 
 def run_tests(copy: Path, tests: str) -> str | None:

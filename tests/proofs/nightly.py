@@ -37,9 +37,9 @@ STEPS = {
     "slurm": ("jobs that reach their time limit", "make slurm"),
     "properties": ("a thousand examples of each property", "make properties"),
     "audit": ("no known vulnerability in what is pinned", "make audit"),
-    "torch 2.8": ("the quick tests with the oldest torch", "make other-torch TORCH=2.8.0"),
-    "torch 2.11": ("the quick tests with the torch of our GPU runs", "make other-torch TORCH=2.11.0"),
-    "torch 2.13": ("the quick tests with the pinned torch", "make test"),
+    "torch-2.8": ("the quick tests with the oldest torch", "make other-torch TORCH=2.8.0"),
+    "torch-2.11": ("the quick tests with torch 2.11", "make other-torch TORCH=2.11.0"),
+    "torch-2.13": ("the quick tests with the pinned torch", "make test"),
 }
 
 
@@ -54,12 +54,12 @@ def table(steps: dict[str, dict[str, str]]) -> str:
 
 
 def ran(command: str) -> dict[str, str]:
-    """Run a command; return the date, the commit, the minutes, and what became of it."""
+    """Run a command; return the date, the minutes, and what became of it."""
     start, date = time.monotonic(), datetime.now(timezone.utc).strftime("%Y-%m-%d")
     code = subprocess.call(command, shell=True, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     result = f"failed, code {code}" if code else "passed"
     minutes = f"{(time.monotonic() - start) / 60:.0f}"
-    return {"date": date, "commit": commit() or "unknown", "minutes": minutes, "result": result}
+    return {"date": date, "minutes": minutes, "result": result}
 
 
 def main() -> int:
@@ -67,9 +67,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="proofs to run")
     args = parser.parse_args()
     steps = json.loads(RECORD.read_text())["steps"] if RECORD.exists() else {}
+    at = commit() or "unknown"  # before a proof writes its record
     for name in args.only:
         print(f"== {name}: {STEPS[name][1]}", flush=True)
-        steps[name] = ran(STEPS[name][1])
+        steps[name] = {"commit": at, **ran(STEPS[name][1])}
         told = {one: f"{step['date']}, {step['commit'][:7]}" for one, step in steps.items()}
         write_record(RECORD, dict.fromkeys(STEPS, NEVER) | told, {}, steps=steps)
         print(f"== {name}: {steps[name]['result']}, {steps[name]['minutes']} minutes", flush=True)

@@ -3,10 +3,10 @@
     python tests/proofs/soak.py [--interruptions 2000] [--seed 0] [--rows 2] [--minutes 180] [--json FILE]
 
 A run is started, and after a random time something random happens to it: a signal; all of it, or one rank, is stopped
-for a while, or killed, at any moment or in a phase of the step, of a save, of a validation; the disk is full, or lets
-nobody write; or slow, all the time. Then it is started again, until it is finished. In every other run the grid of
-ranks changes each time. Some of the runs are evaluated, and that is killed, too. Afterwards all must be as if nothing
-had happened. Rows of runs go side by side: the machine is busy, and nothing happens when one expects it.
+for a while, or killed, at any moment or in a phase of the step, of a save, of a validation, of a picture; the disk is
+full, or lets nobody write; or slow, all the time. Then it is started again, until it is finished. In every other run
+the grid of ranks changes each time. Some of the runs are evaluated, and that is killed, too. Afterwards all must be as
+if nothing had happened. Rows of runs go side by side: the machine is busy, and nothing happens when one expects it.
 """
 
 import argparse
@@ -31,13 +31,14 @@ from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 
+import matplotlib.image
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.record import write_record  # noqa: E402
 from tests.helpers import ROOT, clean_environment, run_folder, tiny_flags, write_data  # noqa: E402
-from tests.proofs.injections import InSave, killed  # noqa: E402
+from tests.proofs.injections import InPicture, InSave, killed  # noqa: E402
 from tests.proofs.interruptions import Grid, Ranks, check_equal, in_dtype, newest_iteration, worst_error  # noqa: E402
 from utils import spans  # noqa: E402
 from utils.checkpoint import store as checkpoint  # noqa: E402
@@ -51,7 +52,7 @@ FLAGS = ("--global_batch_size=2", "--num_iters=40", "--checkpoint_every=3", "--d
 # training begins a signal ends a process as it ends any other.
 CODES = {0, 75, 74, 2, 1, *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))}
 PHASES = ("data wait", "data copy", "forward", "backward", "communication", "optimizer", "checkpoint", "validation")
-PHASES += ("logging",)  # records and pictures
+PHASES += ("logging",)  # of records
 
 
 @dataclass
@@ -164,12 +165,13 @@ def main() -> int:
     minutes, count = (time.monotonic() - start) / 60, happened.total()
     print(f"{count} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
     print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
+    if count < given.interruptions:
+        print(f"the time was up before {given.interruptions}: raise --minutes", file=sys.stderr)
+        return 1
     if given.json:
         figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "kinds": len(happened)}
         write_record(given.json, figures | {"minutes": minutes}, {}, happened=dict(happened.most_common()))
-    if count < given.interruptions:
-        print(f"the time was up before {given.interruptions}: raise --minutes", file=sys.stderr)
-    return int(count < given.interruptions)
+    return 0
 
 
 def soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:
@@ -210,6 +212,8 @@ def _soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]
                     found, kills = evaluated(path, folder, dice)
                     assert found == skill, f"run {runs}: its evaluation differs"
                     told, evaluations = [*told, *["evaluation, KILL"] * kills], evaluations + 1
+            for picture in path.glob("pictures/*.png"):
+                matplotlib.image.imread(picture)  # it is whole
             happened, runs = happened + Counter(told), runs + 1
             print(f"{seed}: run {runs:3}: {', '.join(told)}: {result}; {happened.total()} in all", flush=True)
             for path in folders:
@@ -238,15 +242,18 @@ def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> list
     while True:
         grid = dice.choice(grids)
         rank, faults = dice.randrange(grid.ranks), [in_dtype(torch.float64 if wanders else torch.float32)]
-        what = dice.choice(["signal", "signal", "phase", "save"])
+        what = dice.choice(["signal"] * 5 + ["phase"] * 3 + ["save"] * 2 + ["picture"])
+        shown = ["--plot_channels=ch0"] * (what == "picture")  # a picture takes longer than all else of such a run
         if what == "phase":
             part = dice.choice(PHASES)
             faults.append(KillIn(part, rank, dice.randrange(1, 40 if part in PHASES[:6] else 6)))
         elif what == "save":
             faults.append(InSave(killed, rank))
+        elif what == "picture":
+            faults.append(InPicture(dice.randrange(1, 3)))
         if dice.random() < 0.2:
             faults.append(SlowDisk(dice.randrange(1000)))
-        ranks = Ranks(grid, argv, log, tuple(faults))
+        ranks = Ranks(grid, [*argv, *shown], log, tuple(faults))
         if what == "signal":
             time.sleep(dice.uniform(0.1, 3))
             if ranks.are_running():
@@ -257,7 +264,7 @@ def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> list
             raise AssertionError(f"{grid}, {faults}, {what}, {happened}: {error}") from None
         assert set(codes) <= CODES, f"{codes}\n{log.read_text()[-5000:]}"
         if what != "signal" and -signal.SIGKILL in codes:
-            happened.append(f"KILL in {part if what == 'phase' else 'a save'}")
+            happened.append(f"KILL in {part if what == 'phase' else f'a {what}'}")
         there = newest_iteration(folders())
         assert there >= before, f"the newest checkpoint was {before}, and is {there}"
         before = there

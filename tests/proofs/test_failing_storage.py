@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import run_folder, tiny_flags, write_data
-from tests.proofs.failing_storage import TARGETS, build, case, trained
-from tests.proofs.interruptions import FLAGS
+from tests.proofs.failing_storage import NEVER, SHOWN, TARGETS, build, case, trained
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler (cc)")
 CASES = [
@@ -15,7 +14,8 @@ CASES = [
     ("data", "SHORT", "now and then", "0"),
     ("checkpoints", "ENOSPC", "now and then", "74"),
     ("records", "ESTALE", "iterations 7 to 11", "0"),
-    ("curves and pictures", "EIO", "iterations 7 to 11", "0"),
+    ("pictures", "ENOSPC", "iterations 7 to 11", "0"),
+    ("all of the run's folder", "EIO", "iterations 7 to 11", "0"),
     ("a run to go on with", "ESTALE", "iterations 7 to 11", "2"),
 ]
 
@@ -24,8 +24,8 @@ CASES = [
 def whole(tmp_path_factory) -> tuple[Path, Path, Path]:
     """A folder with data, the library, and a run whose storage works."""
     folder = write_data(tmp_path_factory.mktemp("runs"))
-    argv = tiny_flags(folder, *FLAGS, "--run_num", "whole")
-    assert trained(argv, folder / "none", (99, 99)).returncode == 0
+    argv = tiny_flags(folder, *SHOWN, "--run_num", "whole")
+    assert trained(argv, folder / "none", NEVER).returncode == 0
     return folder, build(folder), run_folder(argv)
 
 

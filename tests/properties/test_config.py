@@ -33,7 +33,7 @@ def loaded(path, flags: list[str]) -> Config | None:
 
 def check(config: Config | None, folder) -> None:
     if config is not None:
-        config.save(folder / "again.yaml")
+        (folder / "again.yaml").write_text(config.to_yaml())
         again = loaded(folder / "again.yaml", [])
         assert again == dataclasses.replace(config, local_batch_size=None, data_dir=None, resume="none")
 

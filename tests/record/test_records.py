@@ -1,10 +1,12 @@
-"""metrics.jsonl: damage is found and named, and half a line that a kill left is none."""
+"""metrics.jsonl: damage is found and named, and half a line that a kill left is none. Pictures are whole."""
 
+import errno
 import json
 import logging
 
 from tests.helpers import losses, run_folder, run_here, tiny_flags
 from utils.files import cut_records, read_events, to_line
+from utils.record import boards
 
 EVENTS = [{"event": "step", "iteration": i, "loss": 0.1 * i, "note": 'a "crc32": {x}'} for i in range(1, 6)]
 
@@ -52,3 +54,21 @@ def test_a_run_that_goes_on_names_what_is_damaged(tiny, caplog):
         run_here([*argv, "--resume", str(folder / "checkpoints/00000002-validated")])
     assert "metrics.jsonl: line 1 is damaged, and left out" in (run_folder(argv) / "out.log").read_text()
     assert losses(folder) == whole[1:]
+
+
+def test_a_picture_is_there_whole_or_not_at_all(tiny, monkeypatch, capsys):
+    """Where the disk is full the one before stays, and training goes on."""
+    original, written = boards.imsave, []
+
+    def half(path, *args, **options):
+        original(path, *args, **options)
+        written.append(path.read_bytes())
+        if len(written) == 2:
+            path.write_bytes(written[1][: len(written[1]) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(boards, "imsave", half)
+    folder = run_here(tiny_flags(tiny, "--num_iters=4", "--plot_channels=ch0", "--checkpoint_every=None"))
+    (picture,) = (folder / "pictures").iterdir()
+    assert len(written) == len(set(written)) == 2 and picture.read_bytes() == written[0]
+    assert "Curves and pictures are not written" in capsys.readouterr().err and len(losses(folder)) == 4

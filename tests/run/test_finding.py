@@ -229,24 +229,43 @@ def test_a_checkpoint_that_lacks_the_files_of_a_rank_is_none(tiny):
     assert checkpoint.find(tiny / "runs/tiny/1MP/00/checkpoints") == []
 
 
+@pytest.mark.parametrize("read", ["read_data", "read_metadata"])
 @pytest.mark.parametrize("times, newest", [(2, "00000005"), (3, "00000004-validated")])
-def test_an_error_of_the_storage_that_passes_costs_no_checkpoint(tiny, monkeypatch, times, newest):
+def test_an_error_of_the_storage_that_passes_costs_no_checkpoint(tiny, monkeypatch, read, times, newest):
     """It is read again, twice, and only then the one before is taken."""
     path = run_here(tiny_flags(tiny, *FLAGS))
     shutil.rmtree(path / "checkpoints/00000006-validated")
-    original, pauses, left = storage.Reader.read_data, [], [None] * times
+    original, pauses, left = getattr(storage.Reader, read), [], [None] * times
 
-    def read_data(self, *args):
+    def failing(self, *args):
         if self.path.name == "00000005" and left:
             left.pop()
             raise OSError(errno.ESTALE, "Stale file handle")
         return original(self, *args)
 
-    monkeypatch.setattr(storage.Reader, "read_data", read_data)
+    monkeypatch.setattr(storage.Reader, read, failing)
     monkeypatch.setattr(files.time, "sleep", pauses.append)
     run_here(tiny_flags(tiny, *FLAGS, "--resume=auto"))
     assert Path(records(path, "resume")[0]["checkpoint"]).name == newest
     assert [pause for pause in pauses if pause in (0.5, 2)] == [0.5, 2]
+
+
+def test_a_resume_without_room_leaves_the_configuration(tiny, monkeypatch):
+    """That of the run so far stays whole."""
+    argv = tiny_flags(tiny, *FLAGS)
+    path = run_here(argv)
+    shutil.rmtree(path / "checkpoints/00000006-validated")
+    before = sorted(path.iterdir()), (path / "config.yaml").read_text()
+
+    def half(self, text, *args, **options):
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full, pytest.raises(ValueError, match=f"cannot write to {path} .No space left"):
+        full.setattr(Path, "write_text", half)
+        run_here([*argv, "--resume=auto"])
+    assert (sorted(path.iterdir()), (path / "config.yaml").read_text()) == before
 
 
 def test_records_that_were_lost_are_told(tiny, capsys):

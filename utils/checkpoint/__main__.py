@@ -22,24 +22,26 @@ WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors")
 def inspect(source: Path) -> str:
     """Return what the checkpoints of a run hold, a line each; of one checkpoint also its tensors.
 
-    Raises ValueError where there is none.
+    Raises ValueError where there is none, and Unreadable for one that is damaged.
     """
     folders = [source] if is_name(source.name) else find(source / "checkpoints")
     if not folders:
         raise ValueError(f"{source} holds no checkpoint: give the folder of a run, or one of its checkpoints")
-    lines = []
+    lines, best = [], None
     for folder in folders:
         try:
             info = read_info(folder)
         except Unreadable as error:
+            if folder == source:
+                raise
             lines.append(f"{folder.name:18}  damaged: {error}")
             continue
-        layout, best = info["layout"], info["best"]
+        layout, best = info["layout"], best or info["best"]  # the newest one knows
         size = sum(info["files"].values())
         grid = f"tp {layout['tensor_parallel']}, cp {layout['context_parallel']}"
         notes = ["finished"] * info["is_finished"]
         if best["name"] == folder.name:
-            notes.append(f"the best, with a validation loss of {best['loss']:.6f}")
+            notes.append(f"the best{' so far' * (folder == source)}, with a validation loss of {best['loss']:.6f}")
         lines.append(
             f"{folder.name:18}  {info['iteration']} of {info['config']['num_iters']} iterations, "
             f"validated epochs: {info['epochs']}, {size / 1e6:,.1f} MB by {layout['ranks']} rank(s) ({grid}), "
@@ -79,18 +81,17 @@ def export_model(
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m utils.checkpoint", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for command, help in (
-        ("inspect", "show the checkpoints of a run, or what one holds"),
-        ("export", "write the model of a checkpoint, of a run the newest or the best, to carry it home"),
-    ):
-        sub = commands.add_parser(command, help=help)
-        sub.add_argument("source", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    source = argparse.ArgumentParser(add_help=False)
+    source.add_argument("source", type=Path, metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    commands.add_parser("inspect", parents=[source], help="show the checkpoints of a run, or what one holds")
+    told = "write the model of a checkpoint, of a run the newest or the best, to carry it home"
+    carry = commands.add_parser("export", parents=[source], help=told)
     where = f"folder for all that forecasts need; or a file for the weights alone ({', '.join(WEIGHTS_ALONE)})"
-    sub.add_argument("out", type=Path, metavar="FOLDER", help=where)
-    sub.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
-    sub.add_argument("--ema", action="store_true", help="the moving average of the weights")
-    sub.add_argument("--torch_export", action="store_true", help="also one step as a program of torch.export")
-    sub.add_argument("--data_dir", help="where the data that /data stood for in training lie now")
+    carry.add_argument("out", type=Path, metavar="FOLDER", help=where)
+    carry.add_argument("--best", action="store_true", help="the checkpoint with the lowest validation loss")
+    carry.add_argument("--ema", action="store_true", help="the moving average of the weights")
+    carry.add_argument("--torch_export", action="store_true", help="also one step as a program of torch.export")
+    carry.add_argument("--data_dir", help="where the data that /data stood for in training lie now")
     given = vars(parser.parse_args(argv))
     try:
         print({"inspect": inspect, "export": export_model}[given.pop("command")](**given))

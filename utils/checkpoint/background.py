@@ -29,7 +29,7 @@ class Checkpointer:
     state: TrainingState
     keep: int  # the newest so many stay, and the best
     newest: Path | None  # complete; at first the one that the run went on from
-    sync: Callable[[], None]  # brings the records up to here to the disk; on rank 0, before a checkpoint counts
+    sync: Callable[[], None] | None  # on rank 0: brings the records to the disk, before a checkpoint counts
     timeout: timedelta  # how long a rank waits for the others
     thread: threading.Thread | None = None
     failed: str | None = None  # the name of the last one, where it could not be written
@@ -96,7 +96,7 @@ class Checkpointer:
             logging.info(
                 "Checkpoint %s: written in %.2f sec; the loop waited %.3f sec for the copy", path, seconds, stall
             )
-            with contextlib.suppress(OSError):  # one that cannot be renamed stays
+            with contextlib.suppress(OSError):  # they stay, for now
                 old = checkpoint.find(self.folder)[self.keep :]
                 checkpoint.set_aside(folder for folder in old if folder.name != info["best"]["name"])
-            checkpoint.remove(self.folder.glob("*.void"))
+                checkpoint.remove(self.folder.glob("*.void"))

@@ -118,14 +118,14 @@ class TrainingState:
         """
         self.copy_to_host()
         there, generators = self._metadata(folder), self.generators()
-        own = {f"random.{name}" for name in self.shared_generators} | (generators.keys() if same_ranks else set())
+        restored = {f"random.{name}" for name in self.shared_generators} | (generators.keys() if same_ranks else set())
         # Of another kind of device a state has another size.
-        own = {name for name in own if name in there and there[name].size == self.host[name].shape}
+        restored = {name for name in restored if name in there and there[name].size == self.host[name].shape}
         shards = self.shards()
-        checkpoint.load(folder, {n: x for n, x in shards.items() if n in own or not n.startswith("random.")})
+        checkpoint.load(folder, {n: x for n, x in shards.items() if n in restored or not n.startswith("random.")})
         for name, x in self.tensors().items():
             x.copy_(self.host[name])
-        for name in own:
+        for name in restored:
             generators[name].set_state(self.host[name])
 
     def _metadata(self, folder: Path) -> dict[str, Any]:

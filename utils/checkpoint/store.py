@@ -89,7 +89,7 @@ def _cause(error: BaseException) -> BaseException:
 def metadata(folder: Path) -> dict[str, Any]:
     """Return dcp's description of each tensor, with `size` and `properties.dtype`, by name. Raises Unreadable."""
     try:
-        return dict(Reader(folder).read_metadata().state_dict_metadata)
+        return dict(patiently(Reader(folder).read_metadata).state_dict_metadata)
     except FAILURES as error:  # a damaged file can raise anything
         raise Unreadable(f"{folder / METADATA}: {reason(error)}") from None
 
@@ -100,7 +100,7 @@ def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
     Raises Unreadable, on all ranks, if it fails.
     """
 
-    def read() -> None:
+    def load_once() -> None:
         try:
             dcp.load(shards, storage_reader=Reader(folder), no_dist=alone)
         except FAILURES as error:
@@ -109,7 +109,7 @@ def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patiently(read)
+            patiently(load_once)
     except FAILURES as error:
         raise Unreadable(f"{folder}: {first_line(error)}") from None
 

@@ -75,9 +75,9 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file of safetensors, or of `torch.save`. Raises ValueError for another."""
     check_kind(path)
-    read = _safetensors().load_file if path.suffix == SAFE else _load
+    load = _safetensors().load_file if path.suffix == SAFE else _load
     try:
-        return read(path)
+        return load(path)
     except OSError as error:
         raise ValueError(f"cannot read the weights {path} ({error.strerror or error}): {REMEDY}") from None
     except Exception as error:  # whatever it is, it is no such file

@@ -337,12 +337,12 @@ class Config(Keys):
         """How long a rank waits for the others."""
         return timedelta(seconds=seconds("comm_timeout", self.comm_timeout))
 
-    def save(self, path: Path) -> None:
-        """Write the resolved configuration as a section of its own: `--yaml_config PATH --config NAME` repeats it."""
+    def to_yaml(self) -> str:
+        """Return what is resolved here as a file with one section: `--yaml_config PATH --config NAME` repeats it."""
         section = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
         # Both sizes would be refused on another number of ranks, and to repeat a run is not to go on with it.
         section.update(local_batch_size=None, data_dir=None, resume="none")
-        path.write_text(yaml.safe_dump({section.pop("config"): section}, sort_keys=False))
+        return yaml.safe_dump({section.pop("config"): section}, sort_keys=False)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}

@@ -113,7 +113,8 @@ class Trained:
             save_tensors(self.weights, part / FILE)
             forget = {name: FIELDS[name].default for name in FIELDS if FIELDS[name].metadata["affects"] == "run"}
             forget |= {"data_dir": None, "inf_data_path": None, **kept}
-            replace(self.config, **{**forget, "config": SECTION}).save(part / CONFIG)
+            config = replace(self.config, **{**forget, "config": SECTION})
+            (part / CONFIG).write_text(config.to_yaml())
             about = self.about | {"parameters": sum(x.numel() for x in self.weights.values())}
             (part / ABOUT).write_text(to_json(about, indent=1) + "\n")
             if self.about["scores"] is not None:

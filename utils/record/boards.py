@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.image import imsave
 from torch.utils.tensorboard import SummaryWriter
 
 from utils.config.settings import Config
+from utils.files import whole
 from utils.record.mlflow_board import MlflowBoard
 
 # What of a line of metrics.jsonl is a curve. Where a key has several values, each is one, by its name.
@@ -73,10 +75,15 @@ class Curves:
         self.scalars({tag: value for tag, value in found.items() if value is not None}, event["iteration"])
 
     def image(self, name: str, pixels: np.ndarray, step: int) -> None:
-        """Add a picture, uint8 [rows, columns, 3]."""
+        """Add a picture, uint8 [rows, columns, 3]; the latest is pictures/<name>.png, too."""
+        path = self.folder / "pictures" / f"{name}.png"
+        with self.if_there_is_room():
+            path.parent.mkdir(exist_ok=True)
+            with whole(path, sync=False) as part:
+                imsave(part, pixels, format="png")
         with self.if_there_is_room():
             for board in self.boards:
-                board.add_image(name, pixels, step, dataformats="HWC")
+                board.add_image(f"Visualization, {name}", pixels, step, dataformats="HWC")
 
     def text(self, name: str, text: str, step: int) -> None:
         """Add a text, in Markdown."""

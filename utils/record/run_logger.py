@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import matplotlib.image
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -175,7 +174,8 @@ class RunLogger(Observer):
             logging.info("  Avg val loss of the moving average=%.4g", record.valid_loss_ema)
         logging.info("  Total validation time: %.2f sec", record.validation_seconds)
         self.curves.points(record.event())
-        self._draw(example, record.iteration)
+        for name, pixels in _pictures(self.job.data, example, f"after {record.iteration} iterations"):
+            self.curves.image(name, pixels, record.iteration)
         self.curves.sync()
         self.curves.send()
 
@@ -190,14 +190,6 @@ class RunLogger(Observer):
         with self.lock:
             while self.unwritten:
                 self.unwritten = self.unwritten[self.records.write(self.unwritten) :]
-
-    def _draw(self, example: tuple[Tensor, Tensor, Tensor], iteration: int) -> None:
-        """Write `pictures/<channel>.png`, the latest, and keep all of them with the curves."""
-        for name, pixels in _pictures(self.job.data, example, f"after {iteration} iterations"):
-            with self.curves.if_there_is_room():
-                (self.folder / "pictures").mkdir(exist_ok=True)
-                matplotlib.image.imsave(self.folder / "pictures" / f"{name}.png", pixels)
-            self.curves.image(f"Visualization, {name}", pixels, iteration)
 
     @in_span("logging")
     def costs(self, record: dict[str, Any]) -> None:

@@ -46,22 +46,22 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
     found = _find(config, name)
     if found is None:
         found = make_run_folder(config, name)
-        lock = lock_run(found.path)
+        held = lock_run(found.path)
         if config.resume == "auto":
             found.remarks.append(f"Nothing to resume: no run {config.run_num!r} of {config.config!r} has a checkpoint")
     else:
-        lock, seen = lock_run(found.path), found.path
+        held, seen = lock_run(found.path), found.path
         found = _find(config, name)  # once more: until now another process may have been at work here
         if found is None or found.path != seen:
             raise ValueError(f"{seen} changed while it was opened: start again")
         if found.newest:
             check_same_training(found.path, found.newest["config"], config)
     try:
-        config.save(found.path / "config.yaml")
+        write_text(found.path / "config.yaml", config.to_yaml())
         sign(found.path, is_claim=False)
     except OSError as error:
         raise ValueError(f"cannot write to {found.path} ({error.strerror}): a run goes on in its own folder") from None
-    return found, lock
+    return found, held
 
 
 def make_run_folder(config: Config, name: str) -> RunFolder:
@@ -75,7 +75,7 @@ def make_run_folder(config: Config, name: str) -> RunFolder:
     try:
         if path.exists():
             with contextlib.ExitStack() as locked:  # until it has its new name
-                for folder in (path, *(lock.parent for lock in path.glob("*/lock"))):
+                for folder in (path, *(file.parent for file in path.glob("*/lock"))):
                     locked.enter_context(lock_run(folder))
                 old = _read_run(path).newest
                 aside = rename_aside(path)
@@ -119,8 +119,8 @@ def _owners(path: Path) -> list[str]:
 def sign(path: Path, is_claim: bool = True) -> None:
     """Write who works here, after those that did before.
 
-    By a claim this Slurm job finds a run again in its next life, with its newest checkpoint: what it goes on from must
-    be that.
+    A Slurm job that starts again looks for its claim, and goes on with the newest checkpoint there. So a run claims its
+    folder only when the checkpoints after the one that it goes on from are set aside.
     """
     process = f"{_job()}process {os.getpid()} on {socket.gethostname()}"
     before = [line for line in _owners(path) if line != process + BEGINS]
@@ -207,7 +207,7 @@ def _read_run(path: Path) -> RunFolder:
             if folder.with_name(str(info["best"]["name"])) not in folders:  # a better one came later, and is lost
                 info["best"] = {"loss": None, "name": None}
         except Unreadable as error:
-            if not any(older for _, older in run.checkpoints):
+            if not run.newest:
                 run.remarks.append(f"Checkpoint left out: {error}")
         run.checkpoints.append((folder, info))
     return run

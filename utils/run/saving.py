@@ -95,11 +95,11 @@ def layout(job: Job) -> dict[str, Any]:
     return {"ranks": job.world.size, **{name: getattr(job.config, name) for name in names}}
 
 
-def keepers_of(config: Config, resumed: Path | None, best: dict[str, Any]) -> list[Observer]:
+def keepers_of(config: Config, resumed: Path | None, best: dict[str, Any]) -> tuple[Verifier | None, "Saving | None"]:
     """Return what compares the replicas of the weights, and what saves them, where a run is to."""
     verifier = Verifier(config.verify_every) if config.verify_every else None
     saving = Saving(resumed, best, verifier) if config.checkpoint_every is not None else None
-    return [one for one in (verifier, saving) if one]
+    return verifier, saving
 
 
 class Saving(Observer):

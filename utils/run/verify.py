@@ -124,8 +124,8 @@ class Verifier(Observer):
             wrong = [rank for rank in ranks if told[rank][1] != usual]
             if 2 * count <= len(ranks):  # nobody knows which
                 raise Refused(f"{_places(ranks, told)} {what}: one of them computed wrongly; {REMEDY}")
-            others = f"the {count} others that hold the same weights"
-            raise Refused(f"{_places(wrong, told)} and {others} {what}: the former computed wrongly; {REMEDY}")
+            most = f"the {count} others that hold the same weights"
+            raise Refused(f"{_places(wrong, told)} and {most} {what}: the former computed wrongly; {REMEDY}")
         # They agree again: what one rank added up, or computed, was wrong for a moment.
         sums = self.on_host.tolist()
         one = next(ranks for ranks in self.replicas if len({sums[rank] for rank in ranks}) > 1)

@@ -18,12 +18,13 @@ from utils.data.read_worker import START as READER_START
 
 # A room imports those of lower floors; the chapters stand one upon the other.
 FLOORS = [
-    "networks utils.checksum utils.comm utils.config utils.device utils.errors utils.loss utils.observers "
+    "networks utils.checksum utils.comm utils.device utils.errors utils.loss utils.observers utils.reading "
     "utils.shards utils.spans utils.sphere",
-    "utils.backend utils.compiler utils.ema utils.files utils.metrics utils.optimizers utils.plots utils.ranks",
-    "utils.checkpoint utils.data",
-    "distributed utils.measure utils.prepare_data utils.record utils.sample_data",
-    "utils.prepare_data.__main__ utils.run utils.sample_data.__main__",
+    "utils.config utils.ema utils.files utils.metrics utils.plots utils.ranks",
+    "utils.backend utils.compiler utils.data utils.optimizers",
+    "distributed utils.checkpoint utils.measure utils.prepare_data utils.sample_data",
+    "utils.prepare_data.__main__ utils.record utils.sample_data.__main__",
+    "utils.run",
     "train utils.forecast",
     "evaluate forecast train_mp",
     "benchmarks train_mp_graphs utils.checkpoint.__main__",

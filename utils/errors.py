@@ -7,6 +7,7 @@ from collections.abc import Iterator
 # Exit codes, as in sysexits.h.
 STOPPED = 75  # "try again later": saved, and can go on
 NOT_SAVED = 74  # "input/output error": the last checkpoint, or a result, could not be written
+LONGEST = 2000  # characters of a line that says what is wrong
 
 
 class Ended(Exception):
@@ -27,7 +28,13 @@ class WriteError(OSError):
 
 def first_line(error: BaseException) -> str:
     """Return what an error says, in one line; its kind where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return one_line((str(error).strip() or type(error).__name__).splitlines()[0])
+
+
+def one_line(text: str) -> str:
+    """Return a text as a line that a terminal only shows: a file's words may stand in it, however long and strange."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: LONGEST + 1])
+    return shown if len(text) <= LONGEST else f"{shown[:LONGEST]} ..."
 
 
 @contextlib.contextmanager

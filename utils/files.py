@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from utils.errors import ReadError
+from utils.reading import check_kind, holds, is_count, is_text
 
 T = TypeVar("T")
+is_event = holds(event=is_text, iteration=is_count)  # what each line of metrics.jsonl is
 CHECKED = re.compile(r'(\{.*), "crc32": "([0-9a-f]{8})"\}')
 
 
@@ -27,6 +29,8 @@ def whole(path: Path, sync: bool = True) -> Iterator[Path]:
     `sync` brings it to the disk before: what has the name is then whole after a power cut, too.
     """
     part = part_of(path)
+    if part.is_symlink():  # who wrote there would write elsewhere
+        part.unlink()
     try:
         yield part
         complete(path, sync)
@@ -83,12 +87,6 @@ def patiently(read: Callable[[], T]) -> T:
     return read()
 
 
-def check_kind(path: Path) -> None:
-    """Raise ValueError for a pipe, a socket or a device: who opens one may wait for ever."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path} is no file, but a pipe, a socket or a device: copy what it gives into a file")
-
-
 def to_disk(path: Path) -> None:
     """Make the disk know what a file holds, or the names in a folder."""
     fd = os.open(path, os.O_RDONLY)
@@ -111,7 +109,7 @@ def lock(path: Path, wait: bool = False) -> TextIO | None:
     processes, and lost when this one closes any file opened from the same path. (The package filelock, which comes with
     torch, writes a file where there are no locks: that outlives a process that is killed, and would keep the next out.)
     """
-    file = path.open("a+")
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except (BlockingIOError, PermissionError):
@@ -148,19 +146,30 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl, but half a line that a process left when it was killed.
 
     Lines that are not what was written are left out, and named in the log. (Those of version 0.1.0 have no checksum.)
+    Raises ValueError for a pipe.
     """
+    check_kind(path)
     events, lines = [], path.read_bytes().decode(errors="replace").split("\n")
-    has_checksums = any(map(CHECKED.fullmatch, lines))
+    has_checksums = any(map(_has_checksum, lines))
     for number, line in enumerate(lines, 1):
         found = CHECKED.fullmatch(line)
         try:
             if has_checksums and not (found and zlib.crc32(f"{found[1]}}}".encode()) == int(found[2], 16)):
                 raise ValueError
-            events.append(json.loads(f"{found[1]}}}" if found else line))
-        except ValueError:
-            if number < len(lines):
+            event = json.loads(f"{found[1]}}}" if found else line)
+            if not is_event(event):
+                raise ValueError
+            events.append(event)
+        except (ValueError, RecursionError):
+            if number < len(lines) or CHECKED.match(line):
                 logging.warning("%s: line %d is damaged, and left out", path, number)
     return events
+
+
+def _has_checksum(line: str) -> bool:
+    """Does a line end as `to_line` ends it? One of the characters may be another one."""
+    end = f"{line[-22:-10]}{line[-2:]}"
+    return len(line) > 22 and sum(a != b for a, b in zip(end, ', "crc32": ""}')) <= 1
 
 
 def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -5,7 +5,6 @@ A curve is a list of pairs: a size, and what is reached at that size. Between tw
 
 import bisect
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from utils.errors import first_line
 from utils.files import to_json, write_text
+from utils.reading import is_count, is_text, read_json
 
 FOLDER = Path(__file__).parent / "machines"
 Curve = Sequence[Sequence[float]]
@@ -117,7 +118,7 @@ def load_machine(name: str) -> Machine:
     """
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path)
     except OSError as error:
         raise ValueError(
             f"cannot read the machine {name} ({error.strerror}): take a file that make doctor wrote, or {known()}"
@@ -126,8 +127,10 @@ def load_machine(name: str) -> Machine:
         raise ValueError(f"{path} is not valid JSON ({error}): take a file that make doctor wrote") from None
     try:
         return machine_of(found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no machine's file ({error}): take one that make doctor wrote") from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(
+            f"{path} is no machine's file ({first_line(error)}): take one that make doctor wrote"
+        ) from None
 
 
 def write_machine(path: Path, found: dict[str, Any]) -> None:
@@ -152,8 +155,8 @@ def machine_of(found: dict[str, Any]) -> Machine:
     if unknown := found["links"].keys() - {*PLACES}:
         raise ValueError(f"links of {', '.join(sorted(unknown))}: places are {', '.join(PLACES)}")
     machine = Machine(**{**found, "links": {place: Link(**link) for place, link in found["links"].items()}})
-    if not isinstance(machine.per_node, int):
-        raise ValueError(f"per_node is {machine.per_node!r}: it takes a whole number above 0")
+    if not is_count(machine.per_node) or not is_text(machine.name):
+        raise ValueError(f"per_node is {machine.per_node!r}, name {machine.name!r}: a whole number above 0, and a text")
     for dtype, passes in machine.attention.items():
         ways = {name.partition(" ")[0] for name in passes if re.fullmatch(r"(forward|backward) [1-9]\d*", name)}
         if ways != {"forward", "backward"} or not all(re.fullmatch(r"\w+ \d+", name) for name in passes):

@@ -159,7 +159,7 @@ def test_a_slice_without_a_place(newest):
     "entry, value",
     [
         ("iteration", -1), ("iteration", "2"), ("iteration", True), ("epochs", 1.5), ("is_finished", None),
-        ("epoch_losses", ["x"]), ("skipped", 2**70), ("scaler", []), ("config", {}), ("versions", None),
+        ("epoch_losses", ["x"]), ("skipped", 1e3), ("scaler", []), ("config", {}), ("versions", None),
         ("best", {"loss": 1.0, "name": "../../other"}), ("best", {"loss": 1.0, "name": None}), ("best", None),
         ("layout", {"ranks": "all"}), ("data", "none"),
     ],
@@ -183,7 +183,7 @@ def test_files_out_of_the_folder(newest, name):
 
 def test_an_info_that_is_nested_without_end(newest):
     (newest / "info.json").write_text("[" * 10**6)
-    with pytest.raises(Unreadable, match="RecursionError"):
+    with pytest.raises(Unreadable, match="not complete .ValueError in info.json"):
         read_info(newest)
 
 

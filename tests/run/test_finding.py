@@ -150,7 +150,7 @@ def test_the_newest_run_is_the_one_written_last(tiny):
 
 
 @pytest.mark.parametrize("link", ["checkpoints", "1GPU"])
-def test_a_link_to_what_is_not_there_now(tiny, link):
+def test_a_link_to_what_is_not_there_now(tiny, link, monkeypatch):
     argv = tiny_flags(tiny, *FLAGS, "--resume=auto")
     path = run_here(argv)
     place = path / link if link == "checkpoints" else path.parent
@@ -160,6 +160,10 @@ def test_a_link_to_what_is_not_there_now(tiny, link):
         with pytest.raises(ReadError, match=f"{link} is a link to what is not there: mend that, or wait for its stor"):
             found_by(argv, name)
     kept.rename(tiny / "scratch")
+    if link == "checkpoints":
+        with pytest.raises(ValueError, match=f"{place} is a link to .*, out of its folder: .* set LINKED_FILES=1"):
+            found_by(argv)
+        monkeypatch.setenv("LINKED_FILES", "1")
     assert found_by(argv).newest["iteration"] == 6
 
 

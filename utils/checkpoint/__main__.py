@@ -14,7 +14,7 @@ import torch
 from utils.checkpoint.info import Unreadable, is_name, read_info
 from utils.checkpoint.store import find, metadata
 from utils.checkpoint.weights import export
-from utils.errors import ReadError
+from utils.errors import ReadError, one_line
 
 WEIGHTS_ALONE = (".pt", ".pth", ".bin", ".safetensors")
 
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     try:
         print({"inspect": inspect, "export": export_model}[given.pop("command")](**given))
     except (ValueError, ReadError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -4,13 +4,13 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from utils.checkpoint.storage import METADATA, check_regular
 from utils.checksum import checksum
 from utils.files import patiently, write_text
+from utils.reading import holds, is_count, is_flag, is_number, is_text, list_of, read_json
 
 FORMAT = 2  # 1, of version 0.1.0, had no checksums
 INFO = "info.json"
@@ -26,48 +26,25 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[0-9]{8,}(-validated)?", text) is not None
 
 
-def _is_count(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool)
-
-
-def _is_text(x: Any) -> bool:
-    return isinstance(x, str)
-
-
 def _is_best(x: Any) -> bool:
     """The best checkpoint lies beside this one."""
     if not isinstance(x, dict) or {"loss", "name"} - x.keys():
         return False
     nothing = x["loss"] is None and x["name"] is None
-    return nothing or (_is_number(x["loss"]) and _is_text(x["name"]) and is_name(x["name"]))
+    return nothing or (is_number(x["loss"]) and is_text(x["name"]) and is_name(x["name"]))
 
 
 def _is_files(x: Any) -> bool:
     """Files of this folder, and their sizes."""
-    return isinstance(x, dict) and all(re.fullmatch(r"[\w.]+", name) and _is_count(size) for name, size in x.items())
-
-
-def _holds(**entries: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: isinstance(x, dict) and all(name in x and fits(x[name]) for name, fits in entries.items())
-
-
-def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda x: isinstance(x, list) and all(map(fits, x))
+    return isinstance(x, dict) and all(re.fullmatch(r"[\w.]+", name) and is_count(size) for name, size in x.items())
 
 
 ENTRIES = {
-    "iteration": _is_count, "epochs": _is_count, "is_finished": _is_flag, "epoch_losses": _list_of(_is_number),
-    "skipped": _is_count, "scaler": _holds(), "train_samples": _is_count, "best": _is_best, "files": _is_files,
-    "layout": _holds(ranks=_is_count, tensor_parallel=_is_count, context_parallel=_is_count), "data": _holds(),
-    "written": _is_number, "config": _holds(num_iters=_is_count, amp_mode=_is_text), "versions": _holds(torch=_is_text),
+    "iteration": is_count, "epochs": is_count, "is_finished": is_flag, "epoch_losses": list_of(is_number),
+    "skipped": is_count, "scaler": holds(), "train_samples": is_count, "best": _is_best, "files": _is_files,
+    "layout": holds(ranks=is_count, tensor_parallel=is_count, context_parallel=is_count), "data": holds(),
+    "written": is_number, "config": holds(num_iters=is_count, amp_mode=is_text), "versions": holds(torch=is_text),
+    "stacked": lambda x: x is None or list_of(is_text)(x),
 }  # fmt: skip
 
 
@@ -90,15 +67,17 @@ def read_info(folder: Path) -> dict[str, Any]:
 def _read_info(folder: Path) -> dict[str, Any]:
     try:
         check_regular(folder / INFO)
-        info = json.loads((folder / INFO).read_text())
-        format = info["format"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        info = read_json(folder / INFO)
+        format, known = info["format"], info.pop(CHECKSUM, None)
+        found = _checksum(info)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(f"{folder} is not complete ({type(error).__name__} in {INFO})") from None
     if format not in (1, FORMAT):
         raise Unreadable(f"{folder} has format {format}, and this code reads {FORMAT}")
-    if format == FORMAT and info.pop(CHECKSUM, None) != _checksum(info):
+    if format == FORMAT and known != found:
         raise Unreadable(f"{folder / INFO} has another checksum than when it was written")
     info.setdefault("written", folder.stat().st_mtime)  # seconds since 1970; the first format did not say
+    info.setdefault("stacked", None)  # it did not always say
     for name, fits in ENTRIES.items():
         if name not in info or not fits(info[name]):
             raise Unreadable(f"{folder / INFO}: {name} is {str(info.get(name))[:80]!r}, which no run writes")

@@ -117,7 +117,10 @@ def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
 def read(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, whole, on one process. Raises Unreadable."""
     found = {name: x for name, x in metadata(folder).items() if name.startswith(prefix)}
-    tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in found.items()}
+    try:
+        tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in found.items()}
+    except RuntimeError as error:
+        raise Unreadable(f"{folder / METADATA}: {first_line(error)}") from None
     load(folder, tensors, alone=True)
     return tensors
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from utils.checkpoint.archives import check_archive
 from utils.checkpoint.info import Unreadable, is_name, read_info
 from utils.checkpoint.store import find, read, reason
-from utils.files import check_kind, whole
+from utils.files import whole
+from utils.reading import check_kind, check_own
 
 SAFE = ".safetensors"
 FILE = f"weights{SAFE}"  # of an exported folder
@@ -24,8 +25,10 @@ def read_weights(folder: Path, kind: str = "model") -> dict[str, Tensor]:
     """
     weights = {name.removeprefix(f"{kind}."): x for name, x in read(folder, f"{kind}.").items()}
     # Matrices that the model has one below the other lie apart. Checkpoints that do not say which have only these.
-    stacked = read_info(folder).get("stacked", [name for name in weights if ".qkv." in name])
-    return {name: x.flatten(0, 1) if name in stacked else x for name, x in weights.items()}
+    stacked = read_info(folder)["stacked"]
+    if stacked is None:
+        stacked = [name for name in weights if ".qkv." in name]
+    return {name: x.flatten(0, 1) if name in stacked and x.ndim > 1 else x for name, x in weights.items()}
 
 
 def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> str:
@@ -50,6 +53,7 @@ def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> st
 
 def choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint that a path means, with its info. Raises ValueError."""
+    check_own(source.parent.parent if source.parent.name == "checkpoints" else source)
     if is_name(source.name):
         return source, read_info(source)
     why = "give the folder of a run, or one of its checkpoints"
@@ -77,7 +81,10 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     check_kind(path)
     load = _safetensors().load_file if path.suffix == SAFE else _load
     try:
-        return load(path)
+        weights = load(path)
+        if isinstance(weights, dict) and not all(isinstance(x, Tensor) for x in weights.values()):
+            raise TypeError
+        return weights
     except OSError as error:
         raise ValueError(f"cannot read the weights {path} ({error.strerror or error}): {REMEDY}") from None
     except Exception as error:  # whatever it is, it is no such file
@@ -112,6 +119,13 @@ def load_weights(model: nn.Module, path: str | None) -> nn.Module:
 
 def set_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> nn.Module:
     """Set the weights of `model`, and return it. Raises ValueError where those from `path` are another model's."""
+    check_weights(model, weights, path)
+    model.load_state_dict(weights)
+    return model
+
+
+def check_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> None:
+    """Raise ValueError where weights, those from `path`, are another model's."""
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     for name in dict.fromkeys([*shapes, *weights]):
         there, here = tuple(weights[name].shape) if name in weights else "not there", shapes.get(name, "not there")
@@ -120,5 +134,3 @@ def set_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> nn.M
                 f"{name} in {path} is {there}, and in this model {here}: give the configuration of its training "
                 f"(the run's config.yaml has it: --yaml_config, --config)"
             )
-    model.load_state_dict(weights)
-    return model

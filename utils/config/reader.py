@@ -13,9 +13,11 @@ from typing import Any
 import yaml
 
 from utils.config.settings import FIELDS, Config
+from utils.reading import read_text
 
 YAML_CONFIG = "config/ViT.yaml"
 # Keys of the tutorial's YAML files that nothing here needs: accepted, and said.
+LARGEST_YAML, MOST_VALUES = 2**24, 10**5  # bytes of a file; values of one, as often as aliases repeat them
 UNUSED_KEYS = ("wireup_info", "wireup_store")
 
 
@@ -163,6 +165,10 @@ def default_yaml() -> str:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice: YAML would take the last one, in silence."""
 
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.sizes: dict[int, int] = {}  # values of a node, by its id, as often as aliases repeat them
+
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node, lines = super().compose_mapping_node(anchor), {}
         for key, _ in node.value:
@@ -172,18 +178,33 @@ class _Loader(yaml.SafeLoader):
             lines[name] = line
         return node
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """Raise YAMLError where aliases unfold to more than any configuration has: few lines can make billions."""
+        node = super().compose_node(parent, index)
+        if id(node) not in self.sizes:
+            parts = [x for pair in node.value for x in pair] if isinstance(node, yaml.MappingNode) else node.value
+            parts = parts if isinstance(parts, list) else []
+            self.sizes[id(node)] = 1 + sum(self.sizes.get(id(part), MOST_VALUES) for part in parts)
+        if self.sizes[id(node)] > MOST_VALUES:
+            raise yaml.YAMLError(f"it unfolds to more than {MOST_VALUES:,} values: write less, or without aliases")
+        return node
+
 
 def _read_section(path: str, section: str) -> dict[str, Any]:
     try:
-        sections = yaml.load(Path(path).read_text(), _Loader)  # safe: a SafeLoader
+        sections = yaml.load(read_text(Path(path), LARGEST_YAML), _Loader)  # safe: a SafeLoader
     except OSError as error:
         raise ValueError(f"cannot read the configuration {path} ({error.strerror}): check --yaml_config") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except Exception as error:  # a value with a tag that it does not fit raises anything
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
+    if not isinstance(sections, dict) or not all(
+        isinstance(s, dict) and isinstance(n, str) for n, s in sections.items()
+    ):
         raise ValueError(f"{path} must hold named sections of flat keys, such as 'base: {{embed_dim: 384}}'")
     if section not in sections:
         raise _unknown(section, sections, "section", f"in {path} (--config)")
+    if odd := [key for key in sections[section] if not isinstance(key, str)]:
+        raise ValueError(f"{path} has the key {odd[0]!r} in section {section!r}: keys are names")
     return sections[section]
 
 
@@ -280,8 +301,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     remarks += _check_rollout(config)
     if config.time_limit is not None and config.checkpoint_every is None:
         raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")
-    if len(config.img_size) != 2:
-        raise ValueError(f"img_size is {list(config.img_size)}: it takes two numbers, rows and columns")
+    check_image(config)
     for name in ("dropout", "drop_path"):
         if getattr(config, name) >= 1:
             raise ValueError(f"{name} is {getattr(config, name)}: it takes a probability below 1")
@@ -291,6 +311,12 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             remarks.append(moves_nothing(config.data_dir, f"no path of section {section!r} begins with /data"))
         config = moved
     return config, remarks
+
+
+def check_image(config: Config) -> None:
+    """Raise ValueError where the image has not two sides."""
+    if len(config.img_size) != 2:
+        raise ValueError(f"img_size is {list(config.img_size)}: it takes two numbers, rows and columns")
 
 
 def move_data(config: Config, data_dir: str, before: str = "/data") -> Config:

@@ -129,8 +129,8 @@ class Keys:
     on_nonfinite: str = key("stop", "what a loss or gradient that is not finite does", "run", choices=("stop", "skip"))
 
     # The model
-    embed_dim: int = key(384, "width D of the transformer", "training", at_least=1)
-    depth: int = key(12, "number of transformer blocks", "training", at_least=1)
+    embed_dim: int = key(384, "width D of the transformer", "training", at_least=1, at_most=2**17)
+    depth: int = key(12, "number of transformer blocks", "training", at_least=1, at_most=10_000)
     num_heads: int = key(8, "number of attention heads", "training", at_least=1)
     patch_size: int = key(8, "side of a square patch, in grid points", "training", at_least=1)
     patch_overlap: int = key(

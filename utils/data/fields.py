@@ -14,6 +14,7 @@ from utils.data.files import STORED_STEP_HOURS, Files, channel_indices, check_cr
 from utils.data.forcings import Forcings
 from utils.data.statistics import Statistics
 
+LONGEST_NAME = 100  # characters
 PICTURE = "t2m"  # what the tutorial draws of its 20 channels, whose files name none
 
 
@@ -124,7 +125,8 @@ class Fields:
         ).checked(config)
 
     def checked(self, config: Config) -> "Fields":
-        """Return these fields. Raises ValueError where a residual forecast has nothing to start from."""
+        """Return these fields. Raises ValueError for odd names, and a residual forecast with nothing to start from."""
+        check_names([*self.in_names, *self.out_names], [*self.in_units, *self.units])
         if config.residual and -1 in self.origins:
             missing = self.out_names[self.origins.index(-1)]
             raise ValueError(f"residual needs every forecast channel among the inputs, and {missing!r} is not: add it")
@@ -213,3 +215,11 @@ class Fields:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""
         c = self.outputs[channel]
         return field.double().cpu().numpy() * float(self.stds[c]) + float(self.means[c])
+
+
+def check_names(names: list[str], units: list[str]) -> None:
+    """Raise ValueError for what can stand in no line, and for a name that names no file: pictures have such names."""
+    for what, texts, odd in (("name", names, "/"), ("units", units, "\n")):
+        for text in texts:
+            if odd in text or not text.isprintable() or len(text) > LONGEST_NAME:
+                raise ValueError(f"a channel has the {what} {text[:LONGEST_NAME]!r}: take letters, digits and _")

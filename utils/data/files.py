@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 
 from utils.data.hdf5 import check_links, check_whole
-from utils.files import check_kind
+from utils.reading import check_kind
 
 with contextlib.suppress(ImportError):  # brings further compressions to HDF5 (blosc, zstd ...) where it is installed
     import hdf5plugin  # noqa: F401
@@ -24,6 +24,7 @@ with contextlib.suppress(ImportError):  # brings further compressions to HDF5 (b
 ERA5_CHANNELS = (
     "u10m v10m t2m sp msl t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv".split()
 )
+LONGEST_AXIS, LATEST = 2**24, 5e10  # values; seconds since 1970, in the year 3554
 STORED_STEP_HOURS = 6.0  # of files without `time`
 
 
@@ -209,6 +210,8 @@ def _read_head(path: Path) -> Files:
                 )
             check_whole(path, fields)
             length, *shape = fields.shape
+            if max(fields.shape) > LONGEST_AXIS:
+                raise ValueError(f"{path} has fields {list(fields.shape)}: no axis is longer than {LONGEST_AXIS:,}")
 
             def labels(name: str) -> tuple[str, ...] | None:
                 if name not in fields.attrs:
@@ -234,7 +237,9 @@ def _read_head(path: Path) -> Files:
                 latitude=latitude,
                 longitude=longitude,
             )
-    except (OSError, KeyError, RuntimeError) as error:
+    except Exception as error:  # HDF5 has many kinds
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
         found = " ".join(str(error).split())  # HDF5's own words have two lines
         raise ValueError(f"cannot read {path} as HDF5 ({found}): copy it again or remove it") from None
 
@@ -250,7 +255,10 @@ def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | Non
     if stored.is_virtual or stored.external:
         raise ValueError(f"{path} has {name} in another file: store it in this one")
     check_whole(path, stored)
-    return stored[:]
+    values = stored[:]
+    if name == "time" and not (np.abs(values.astype(np.float64)) < LATEST).all():
+        raise ValueError(f"{path} has a time that is no date of 386 to 3554: write it as seconds since 1970-01-01")
+    return values
 
 
 def _grid(path: Path, file: h5py.File, H: int, W: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
+import numpy as np
 
-LINKED_FILES = "LINKED_FILES"
+from utils.reading import LINKED_FILES, may_link
+
 LARGEST_CHUNK = 2**30  # bytes: it is decompressed as a whole
 
 
@@ -23,7 +25,7 @@ def check_links(file: h5py.File) -> None:
     for name, source in _sources(file, set()):
         if not source.is_file():
             raise ValueError(f"{file.filename}: {name} lies in {source}, which is not there: copy it beside, too")
-        if not source.resolve().is_relative_to(folder) and os.environ.get(LINKED_FILES) != "1":
+        if not source.resolve().is_relative_to(folder) and not may_link():
             raise ValueError(
                 f"{file.filename}: {name} lies in {source}, out of its folder: copy it beside, or, if you trust the "
                 f"file, set {LINKED_FILES}=1"
@@ -39,22 +41,22 @@ def is_linked(path: str | Path) -> bool:
 def _sources(file: h5py.File, seen: set[Path]) -> Iterator[tuple[str, Path]]:
     """Yield each object of a file that lies in another one, with that one; and so on, through these."""
     path, found = Path(os.path.abspath(file.filename)), []
-    seen.add(path)
+    seen.add(path.resolve())
     for name, item in items(file):
         if isinstance(item, h5py.ExternalLink):
             found.append((name, item.filename))
         else:
-            found += [(name, os.path.abspath(other)) for other, _, _ in item.external or ()]
+            found += [(name, str(Path.cwd() / other)) for other, _, _ in item.external or ()]
             sources = item.virtual_sources() if item.is_virtual else ()
             for one in sources:
                 if "%" in one.file_name or "%" in one.dset_name:  # HDF5 puts numbers in its place
                     raise ValueError(f"{path}: {name} names sources by a pattern, {one.file_name!r}: name each file")
             found += [(name, one.file_name) for one in sources]
     for name, other in found:
-        source = path if other == "." else Path(os.path.normpath(path.parent / other))
-        if source != path:
+        source = path if other == "." else path.parent / other  # `..` behind a link leads on from where that leads
+        if source.resolve() != path.resolve():
             yield name, source
-        if source not in seen and source.is_file() and h5py.is_hdf5(source):
+        if source.resolve() not in seen and source.is_file() and h5py.is_hdf5(source):
             with h5py.File(source, "r", locking=False) as another:
                 yield from _sources(another, seen)
 
@@ -112,9 +114,35 @@ def _check_mapped(path: str | Path, dataset: h5py.Dataset) -> None:
         raise ValueError(
             f"{path}: {mapped:,} of {dataset.size:,} values of {dataset.name} lie in some file: map them all"
         )
+    if _overlap([_taken(one.vspace) for one in sources]):
+        raise ValueError(f"{path}: some values of {dataset.name} lie in two files, and others in none: map each once")
     for file_name, name in {(one.file_name, one.dset_name) for one in sources}:
         other = dataset.file.filename if file_name == "." else Path(dataset.file.filename).parent / file_name
         with h5py.File(other, "r", locking=False) as file:
             if name not in file or file[name].is_virtual:
                 raise ValueError(f"{path}: {dataset.name} lies in {other}, {name}, which holds no values itself")
             check_whole(other, file[name])
+
+
+def _taken(space: h5py.h5s.SpaceID) -> list[np.ndarray]:
+    """Return the indices that a selection takes along each axis. Raises ValueError where it is no product of such."""
+    if space.get_select_type() == h5py.h5s.SEL_ALL:
+        return [np.arange(size) for size in space.shape]
+    if not space.is_regular_hyperslab():
+        raise ValueError("a virtual dataset is put together of irregular parts: map boxes")
+    return [
+        (start + stride * np.arange(count)[:, None] + np.arange(block)).ravel()
+        for start, stride, count, block in zip(*space.get_regular_hyperslab())
+    ]
+
+
+def _overlap(parts: list[list[np.ndarray]]) -> bool:
+    """Do some parts of a dataset, the indices of each along each axis, share an element?"""
+    parts = sorted((part for part in parts if all(map(len, part))), key=lambda part: part[0][0])
+    for i, part in enumerate(parts):
+        for other in parts[i + 1 :]:
+            if other[0][0] > part[0][-1]:
+                break
+            if all(a[0] <= b[-1] and b[0] <= a[-1] and len(np.intersect1d(a, b)) for a, b in zip(part, other)):
+                return True
+    return False

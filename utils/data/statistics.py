@@ -13,7 +13,7 @@ import numpy as np
 
 from utils.config.settings import Config
 from utils.data.files import ERA5_CHANNELS
-from utils.files import check_kind
+from utils.reading import check_kind, read_text
 
 NAMES = "channels.txt"  # beside the statistics, by our own tools: the name of each channel, in their order
 
@@ -49,20 +49,20 @@ class Statistics:
         """
         check_kind(Path(path))
         try:
-            array = np.asarray(np.load(path))  # an archive of several has no shape
-        except (OSError, ValueError, EOFError) as error:
+            array = np.asarray(np.load(path, mmap_mode="r"))  # not read yet; an archive of several has no shape
+        except Exception as error:  # a made-up header can raise anything
             raise ValueError(f"cannot read {path!r} ({type(error).__name__}): check --{key}") from None
         C = len(self.names)
         shapes = [(1, C, *tail) for tail in tails]
         if array.ndim < 2 or array.shape[:1] + array.shape[2:] not in [(1, *tail) for _, _, *tail in shapes]:
             raise _shape_error(path, array, key, shapes)
-        if array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8 or not np.isfinite(array).all():
             raise ValueError(f"{path} holds values that are not finite: compute {key} anew")
         places, how = self._places(Path(path), array.shape[1])
         if max(places) >= array.shape[1]:
             raise _shape_error(path, array, key, shapes)
         if how is None and array.shape[1] == C:
-            return array[0]
+            return np.array(array[0])
         taken = np.zeros((C, *array.shape[2:]), array.dtype)
         taken[list(self.used)] = array[0, places]
         remark = (
@@ -119,7 +119,7 @@ class Statistics:
     def _names_of(self, path: Path, count: int) -> tuple[str, ...] | None:
         """Return the names of the channels of statistics; None where nobody knows."""
         try:
-            names = tuple(path.with_name(NAMES).read_text().splitlines())
+            names = tuple(read_text(path.with_name(NAMES)).splitlines())
             if len(names) == count:
                 return names
         except (OSError, UnicodeDecodeError):

@@ -17,8 +17,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from utils.errors import WriteError
+from utils.errors import ReadError, WriteError, first_line
 from utils.files import whole, write_text
+from utils.reading import check_own
 from utils.run.folder import lock_run, rename_aside, sign
 
 BEGUN = {"lock", "setting.json.part"}  # what may be there before there is a setting
@@ -37,6 +38,8 @@ class ForecastStore:
         Raises ValueError where it cannot be written, holds something else, or another evaluation is at work in it.
         """
         text, path = json.dumps(setting, indent=1) + "\n", self.folder / "setting.json"
+        if self.folder.exists():
+            check_own(self.folder)
         try:
             if not path.exists() and self.folder.exists() and {x.name for x in self.folder.iterdir()} - BEGUN:
                 raise ValueError(f"{self.folder} holds other files than an evaluation's: choose another with --out")
@@ -89,8 +92,14 @@ class ForecastStore:
 
     def read(self, forecast: int, name: str) -> np.ndarray:
         """Return one of its arrays."""
-        with np.load(self._path(forecast)) as arrays:
-            return arrays[name]
+        path = self._path(forecast)
+        try:
+            with np.load(path) as arrays:
+                return arrays[name]
+        except Exception as error:  # a made-up file can raise anything
+            raise ReadError(
+                f"cannot read {path} ({first_line(error)}): remove it, and the same command makes it"
+            ) from None
 
     def all(self, name: str) -> Iterator[np.ndarray]:
         """Yield an array of each forecast, one after another."""

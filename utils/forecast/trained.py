@@ -11,7 +11,6 @@
 `python -m utils.checkpoint export RUN FOLDER/` writes it; forecast.py, evaluate.py and `--init_from` read it.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,20 +22,28 @@ import numpy as np
 from torch import Tensor, nn
 
 from utils.checkpoint.info import is_name
-from utils.checkpoint.weights import FILE, choose, load_tensors, read_weights, save_tensors, set_weights
-from utils.config.reader import cast, load_config, move_data
+from utils.checkpoint.weights import FILE, check_weights, choose, load_tensors, read_weights, save_tensors, set_weights
+from utils.config.reader import cast, check_image, load_config, move_data
 from utils.config.settings import FIELDS, Config, affecting
 from utils.data.fields import Fields
 from utils.data.files import Files
 from utils.data.forcings import Forcings
 from utils.data.statistics import Statistics
 from utils.data.variables import variable
+from utils.errors import first_line
 from utils.files import complete, part_of, read_events, to_disk, to_json
 from utils.forecast.card import card
+from utils.reading import check_own, holds, is_count, is_finite, is_flag, is_text, list_of, read_json
 
 ABOUT, CONFIG, SECTION = "model.json", "config.yaml", "model"
 STATISTICS = ("global_means_path", "global_stds_path", "time_means_path", "time_diff_stds_path")
-FORMAT = 1
+FORMAT, LARGEST_COUNT = 1, 2**16  # the latter of channels
+_CHANNELS = list_of(holds(name=is_text, units=is_text, channel=is_count))
+ENTRIES = {
+    "inputs": _CHANNELS, "forecasts": _CHANNELS, "channels_of_files": is_count, "plot_channels": list_of(is_count),
+    "latitude": list_of(is_finite), "longitude": list_of(is_finite), "step_hours": is_finite, "has_time": is_flag,
+    "residual_scale": lambda x: x is None or list_of(is_finite)(x), "data": holds(), "iteration": is_count,
+}  # fmt: skip
 BESIDE = "channels beside the state"  # of what is known of a training's data
 SHOWN = (24, 72, 120)  # hours, of the scores
 
@@ -93,6 +100,10 @@ class Trained:
     def load(self, model: nn.Module) -> nn.Module:
         """Give a model these weights, and return it. Raises ValueError where it is another model."""
         return set_weights(model, self.weights, str(self.source))
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError where a model is another one; it may be one without memory, of the device `meta`."""
+        check_weights(model, self.weights, str(self.source))
 
     def write(self, folder: Path, add: Callable[[Path], None] = lambda folder: None) -> None:
         """Write it to a new folder, whole or not at all; `add(folder)` adds to it.
@@ -152,16 +163,21 @@ def is_exported(source: Path) -> bool:
 def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
     """Return the configuration of an exported model, its statistics where they are now, and what is known of it.
 
-    Raises ValueError for a folder that is damaged, or of a later version of this code.
+    Raises ValueError for a folder that is damaged, leads elsewhere, or is of a later version of this code.
     """
+    check_own(folder)
     try:
-        about = json.loads((folder / ABOUT).read_text())
-        if about["format"] != FORMAT:
-            raise ValueError(
-                f"{folder} has the format {about['format']}, and this code reads {FORMAT}: take a newer one"
-            )
-    except (OSError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        about = read_json(folder / ABOUT)
+        format = about["format"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / ABOUT} cannot be read ({type(error).__name__}): copy the folder again") from None
+    if format != FORMAT:
+        raise ValueError(f"{folder} has the format {format}, and this code reads {FORMAT}: take a newer one")
+    for name, fits in ENTRIES.items():
+        if name not in about or not fits(about[name]):
+            raise ValueError(
+                f"{folder / ABOUT}: {name} is {str(about.get(name))[:80]!r}, which no export writes: copy it again"
+            )
     config, _ = load_config(["--yaml_config", str(folder / CONFIG), "--config", SECTION], chapter=3)
     config = replace(config, **forgotten())
     paths = {key: str(folder / path) for key, path in statistics_of(config).items()}
@@ -175,12 +191,18 @@ def _fields(config: Config, about: dict[str, Any]) -> Fields:
     """Return the fields of an exported model. Raises ValueError."""
     inputs, outputs, C = about["inputs"], about["forecasts"], about["channels_of_files"]
     latitude, longitude = (np.array(about[axis], np.float32) for axis in ("latitude", "longitude"))
-    used = [x["channel"] for x in (*inputs, *outputs)]
+    used, shown = [x["channel"] for x in (*inputs, *outputs)], about["plot_channels"]
+    if (
+        not 0 <= max(used, default=-1) < C <= LARGEST_COUNT
+        or about["residual_scale"] not in (None, [])
+        and len(about["residual_scale"]) != len(outputs)
+    ):
+        raise ValueError(f"{ABOUT} does not fit itself (channels): copy the folder again")
     statistics, keys = Statistics(("",) * C, tuple(used), are_named=False), ("global_means_path", "global_stds_path")
     means, stds = (statistics.load(getattr(config, key), key).reshape(C) for key in keys)
-    if (len(latitude), len(longitude)) != tuple(config.img_size) or not about["step_hours"] > 0:
+    if (len(latitude), len(longitude)) != tuple(config.img_size) or not 1e-2 <= about["step_hours"] <= 1e5:
         raise ValueError(f"{ABOUT} does not fit {CONFIG} (grid, or step): copy the folder again")
-    if not (stds[used] > 0).all() or not all(0 <= c < len(outputs) for c in about["plot_channels"]):
+    if not (stds[used] > 0).all() or len({*shown}) < len(shown) or max(shown, default=0) >= len(outputs):
         raise ValueError(f"{ABOUT} does not fit the statistics (channels): copy the folder again")
     fields = Fields(
         inputs=[x["channel"] for x in inputs],
@@ -189,7 +211,7 @@ def _fields(config: Config, about: dict[str, Any]) -> Fields:
         out_names=[x["name"] for x in outputs],
         in_units=[x["units"] for x in inputs],
         units=[x["units"] for x in outputs],
-        plot_channels=about["plot_channels"],
+        plot_channels=shown,
         latitude=latitude,
         longitude=longitude,
         means=means,
@@ -213,7 +235,9 @@ def _check_same(fields: Fields, trained: dict[str, Any], files: dict[str, str]) 
 
 def config_of(info: dict[str, Any]) -> Config:
     """Return the configuration that a checkpoint was made with."""
-    return Config(**{name: cast(FIELDS[name], value) for name, value in info["config"].items() if name in FIELDS})
+    config = Config(**{name: cast(FIELDS[name], value) for name, value in info["config"].items() if name in FIELDS})
+    check_image(config)
+    return config
 
 
 def forgotten() -> dict[str, Any]:
@@ -229,7 +253,14 @@ def _of_run(source: Path, best: bool, ema: bool, data_dir: str | None) -> Traine
     files = Files.open(config.train_data_path, "they tell the model's channels and grid: give --data_dir")
     fields = Fields.open(config, files)
     _check_same(fields, info["data"], {"statistics": config.global_means_path, BESIDE: config.constants_file})
-    return Trained(config, fields, _about(folder, info, files, fields, ema), folder, ema)
+    try:
+        about = _about(folder, info, files, fields, ema)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"metrics.jsonl or evaluation/skill.json of {folder.parent.parent} lack something ({first_line(error)}): "
+            f"move the damaged one away"
+        ) from None
+    return Trained(config, fields, about, folder, ema)
 
 
 def _moved(config: Config, data_dir: str) -> Config:
@@ -285,7 +316,7 @@ def _validation(folder: Path, iteration: int, ema: bool) -> dict[str, Any] | Non
 def _evaluation(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder of a checkpoint's evaluation, and its skill.json; None where there was none."""
     path = folder.parent.parent / "evaluation/skill.json"
-    skill = json.loads(path.read_text()) if path.exists() else {}
+    skill = read_json(path) if path.exists() else {}
     return (path.parent, skill) if skill.get("checkpoint") == str(folder) else None
 
 

@@ -5,7 +5,6 @@ It is opened once and read in blocks of time. xarray reads it: `pip install -r r
 Shapes: T time steps, L levels, H latitudes, W longitudes.
 """
 
-import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 
 from utils.data.hdf5 import check_links, items
 from utils.errors import first_line
-from utils.files import check_kind
+from utils.reading import check_kind, check_own
 
 if TYPE_CHECKING:
     import xarray
@@ -25,13 +24,15 @@ if TYPE_CHECKING:
 # What archives call the axes.
 TIMES = ("valid_time", "time")
 LEADS = ("step", "prediction_timedelta", "forecast_period")
+GRIB = (".grib", ".grb", ".grib2", ".grb2")
 SECONDS = {"hours": 3600, "hour": 3600, "h": 3600, "days": 86400, "minutes": 60, "seconds": 1, "s": 1}
 AXES = {
     "level": ("pressure_level", "isobaricInhPa", "level", "plev", "lev"),
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-LARGEST_AXIS, LARGEST_GRID = 2**27, 2**31  # values of one, points of a field
+LARGEST_AXIS, LARGEST_GRID = 2**24, 2**31  # values of one, points of a field
+LARGEST_AXES, LONGEST_LEAD = 2**30, 1e9  # bytes of all in a file; seconds
 REGRID = "bring them to one regular grid first (cdo remapbil, or xESMF in Python); this tool does not regrid"
 
 
@@ -81,6 +82,17 @@ def pieces_in(
     What cannot be a channel is noted in `useless`, with the reason. For `constants` a variable needs no time, and has
     its first one.
     """
+    try:
+        yield from _pieces_in(path, useless, constants)
+    except Exception as error:  # each engine has its own kinds
+        if isinstance(error, ValueError) and path in str(error):
+            raise
+        raise ValueError(f"{path} cannot be read ({first_line(error)}): check the file") from None
+
+
+def _pieces_in(
+    path: str, useless: dict[str, str], constants: bool
+) -> Iterator[tuple[tuple[str, float | None], str, Piece]]:
     for dataset in open_archive(path):
         dataset = dataset.rename(_axis_names(dataset))
         bounds = {dataset[name].attrs.get("bounds") for name in dataset.coords}
@@ -90,6 +102,8 @@ def pieces_in(
                 continue
             if not {"latitude", "longitude"} <= set(values.dims):
                 useless[name] = f"{path}: {name} has axes {', '.join(values.dims)}, no latitude and longitude: {REGRID}"
+                continue
+            if not values.size:
                 continue
             if values.sizes["latitude"] * values.sizes["longitude"] > LARGEST_GRID:
                 useless[name] = f"{path}: {name} has {dict(values.sizes)} points: more than {LARGEST_GRID:,} a field"
@@ -161,6 +175,8 @@ def _lead(path: str, lead: "xarray.DataArray") -> np.timedelta64:
         return value.astype("timedelta64[ns]")
     if units not in SECONDS:
         raise ValueError(f"{path}: its {lead.name} is in {units or 'no unit'}: it takes one of {', '.join(SECONDS)}")
+    if not abs(float(value)) * SECONDS[units] < LONGEST_LEAD:
+        raise ValueError(f"{path}: its {lead.name} is {value} {units}: no lead time is as long")
     return np.timedelta64(round(float(value) * SECONDS[units] * 1e9), "ns")
 
 
@@ -175,7 +191,7 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
     check_kind(Path(path))
     _check(path)
     try:
-        if Path(path).suffix in (".grib", ".grb", ".grib2", ".grb2"):
+        if path.endswith(GRIB):
             import cfgrib
 
             logging.getLogger("cfgrib").setLevel(logging.CRITICAL)  # what it logs it raises, too
@@ -192,19 +208,33 @@ def _check(path: str) -> None:
 
     A file that cannot be read passes: who reads it says so.
     """
-    axes: list[tuple[str, int]] = []
+    arrays: list[tuple[str, tuple[int, ...], int]] = []  # name, shape, bytes of an element
     if Path(path).is_dir():
-        import zarr
+        check_own(Path(path))
+    try:
+        if Path(path).is_dir():
+            import zarr
 
-        with contextlib.suppress(Exception):  # each store has its own kinds
-            axes = [(name, array.size) for name, array in zarr.open_group(path, mode="r").arrays() if array.ndim == 1]
-    elif h5py.is_hdf5(path):
-        with h5py.File(path, "r", locking=False) as file:
-            check_links(file)
-            axes = [(name, item.size) for name, item in items(file) if item.ndim == 1]
-    for name, size in axes:
-        if size > LARGEST_AXIS:
-            raise ValueError(f"{path} has {name} with {size:,} values: an axis has at most {LARGEST_AXIS:,}")
+            found = zarr.open_group(path, mode="r").arrays()
+            arrays = [(name, array.shape, array.dtype.itemsize) for name, array in found]
+        elif h5py.is_hdf5(path):
+            with h5py.File(path, "r", locking=False) as file:
+                check_links(file)
+                arrays = [(name, item.shape or (), item.dtype.itemsize) for name, item in items(file)]
+        elif not path.endswith(GRIB):
+            import netCDF4
+
+            with netCDF4.Dataset(path) as file:
+                arrays = [(name, x.shape, np.dtype(x.dtype).itemsize) for name, x in file.variables.items()]
+    except Exception as error:  # each engine has its own kinds
+        if isinstance(error, ValueError) and path in str(error):
+            raise
+    for name, shape, _ in arrays:
+        if max(shape, default=0) > LARGEST_AXIS:
+            raise ValueError(f"{path} has {name} with {max(shape):,} values: an axis has at most {LARGEST_AXIS:,}")
+    total = sum(shape[0] * size for _, shape, size in arrays if len(shape) == 1)
+    if total > LARGEST_AXES:
+        raise ValueError(f"{path} has axes of {total / 1e9:.1f} GB: all together have at most {LARGEST_AXES / 1e9:.1f}")
 
 
 def _axis_names(dataset: "xarray.Dataset") -> dict[str, str]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from utils.device import cores_by_quota, cores_in_reach
-from utils.errors import NOT_SAVED, STOPPED, Ended, ReadError, Refused, WriteError, first_line
+from utils.errors import NOT_SAVED, STOPPED, Ended, ReadError, Refused, WriteError, first_line, one_line
 from utils.ranks.watchdog import Watch, end_now, place
 from utils.ranks.world import World, find_world
 
@@ -55,15 +55,15 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
     except Refused as error:
         _tell_torchrun(str(error))
         if world.rank == 0:
-            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+            print(f"{os.path.basename(sys.argv[0])}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
         error.__traceback__ = None  # it holds main's variables, and NCCL waits for recorded graphs to be gone
         code = 2
     except ReadError as error:
         _tell_torchrun(str(error))
-        end_now(f"rank {world.rank}: {error}", 2)
+        end_now(f"rank {world.rank}: {one_line(str(error))}", 2)
     except WriteError as error:
         _tell_torchrun(str(error))
-        end_now(f"rank {world.rank}: {error}", NOT_SAVED)
+        end_now(f"rank {world.rank}: {one_line(str(error))}", NOT_SAVED)
     except Exception as error:
         if world.size == 1:
             raise

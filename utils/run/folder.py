@@ -17,6 +17,7 @@ from utils.checkpoint.info import Unreadable, read_info
 from utils.config.settings import Config, affecting
 from utils.errors import ReadError
 from utils.files import folders_in, lock, write_text
+from utils.reading import check_own, read_text
 
 BEGINS = ", which begins"  # after the name of an owner that has not begun to train
 
@@ -50,6 +51,7 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
         if config.resume == "auto":
             found.remarks.append(f"Nothing to resume: no run {config.run_num!r} of {config.config!r} has a checkpoint")
     else:
+        check_own(found.path)
         held, seen = lock_run(found.path), found.path
         found = _find(config, name)  # once more: until now another process may have been at work here
         if found is None or found.path != seen:
@@ -113,7 +115,7 @@ def _owners(path: Path) -> list[str]:
     Not into the lock: whoever closes a file loses the locks that it has on it.
     """
     file = path / "owner"
-    return file.read_text().splitlines() if file.exists() else []
+    return read_text(file).splitlines() if file.exists() else []
 
 
 def sign(path: Path, is_claim: bool = True) -> None:

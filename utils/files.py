@@ -186,7 +186,8 @@ def cut_records(path: Path, iteration: int, epochs: int) -> tuple[list[dict[str,
         logging.warning("%s is not there: what it told up to iteration %d is lost", path, iteration)
     for event in events:
         validates = event["event"] == "epoch" or "validation_rate" in event  # at the iteration that it tells of
-        stays = event["iteration"] <= iteration and (not validates or event["epoch"] <= epochs)
+        epoch = event.get("epoch")
+        stays = event["iteration"] <= iteration and (not validates or (is_count(epoch) and epoch <= epochs))
         (kept if stays else void).append(event)
     write_text(path, "".join(map(to_line, kept)))
     return kept, void

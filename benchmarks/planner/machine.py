@@ -158,7 +158,7 @@ def machine_of(found: dict[str, Any]) -> Machine:
     if not is_count(machine.per_node) or not is_text(machine.name):
         raise ValueError(f"per_node is {machine.per_node!r}, name {machine.name!r}: a whole number above 0, and a text")
     for dtype, passes in machine.attention.items():
-        ways = {name.partition(" ")[0] for name in passes if re.fullmatch(r"(forward|backward) [1-9]\d*", name)}
+        ways = {name.partition(" ")[0] for name in passes if re.fullmatch(r"(forward|backward) [1-9]\d{0,5}", name)}
         if ways != {"forward", "backward"} or not all(re.fullmatch(r"\w+ \d+", name) for name in passes):
             raise ValueError(
                 f"attention of {dtype} is {', '.join(passes)}: forward and backward, each with a head size"

@@ -233,6 +233,8 @@ def test_a_machine_that_is_none(tmp_path):
         ({"device": "tpu"}, "device is 'tpu'"), ({"moving": {"add": [[1, 1]]}}, 'no entry ""'),
         ({"products": {"int8": [[1, 1]]}}, "int8"), ({"products": {"float32": [[2, 1], [1, 1]]}}, "increasing"),
         ({"surprise": 1}, "surprise"), ({"per_node": 4.5}, "whole number"), ({"links": {"moon": {}}}, "moon"),
+        ({"per_node": True}, "whole number"), ({"name": {"x": 1}}, "a text"),
+        ({"attention": {"float32": {"forward 1000000": [[1, 1]]}}}, "attention of float32"),
         ({"attention": {"float32": {"forward": [[1, 1]]}}}, "attention of float32"),
         ({"attention": {"float32": {"forward 64": [[1, 1]]}}}, "attention of float32"),
     ):  # fmt: skip
@@ -243,6 +245,7 @@ def test_a_machine_that_is_none(tmp_path):
     for name, text, told in (
         ("a.json", None, "No such file"), ("b.json", "{", "not valid JSON"), ("c.json", "{}", "it lacks"),
         ("d.json", "[1]", "is no machine's file"), ("e.json", '{"links": 3}', "is no machine's file"),
+        ("f.json", "[" * 10**5, "nested too deeply"), ("g.json", f"[{10**400}]", "a number of 401 digits"),
     ):  # fmt: skip
         if text is not None:
             (tmp_path / name).write_text(text)

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 
 import h5py
+import netCDF4
 import numpy as np
 import pytest
 import xarray
@@ -13,13 +14,14 @@ import zarr
 
 from tests.helpers import fields, write_file
 from utils.checkpoint.weights import load_tensors
+from utils.data import files as data_files
 from utils.data.files import Files
 from utils.data.frames import FrameReader
 from utils.data.hdf5 import LARGEST_CHUNK, LINKED_FILES
 from utils.data.staging import stage
 from utils.data.statistics import Statistics
 from utils.prepare_data import archive_file
-from utils.prepare_data.archive_file import open_archive
+from utils.prepare_data.archive_file import open_archive, pieces_in
 
 SHAPE = (4, 2, 8, 16)
 
@@ -105,6 +107,39 @@ def test_a_link_by_way_of_the_file_system(tmp_path, data):
     (tmp_path / "data/beside.h5").symlink_to(tmp_path / "secret.h5")
     with pytest.raises(ValueError, match=r"/fields lies in .*beside\.h5, out of its folder"):
         Files.open(str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("kind", ["external link", "raw bytes", "virtual dataset"])
+def test_a_link_and_back(tmp_path, data, monkeypatch, kind):
+    """`sub/..` is the folder in which what the link `sub` leads to lies, whatever a path's text says."""
+    write_file(tmp_path / "secret/source.h5", data)
+    (tmp_path / "secret/folder").mkdir()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/sub").symlink_to(tmp_path / "secret/folder")
+    write_file(tmp_path / "data/source.bin", data)
+    (tmp_path / "data/source.bin").rename(tmp_path / "data/source.h5")
+    monkeypatch.chdir(tmp_path / "data")
+    link(tmp_path / "data/2000.h5", "sub/../source.h5", kind)
+    with pytest.raises(ValueError, match=r"lies in .*sub/\.\./source\.h5, out of its folder"):
+        Files.of([tmp_path / "data/2000.h5"])
+
+
+def test_virtual_values_that_lie_upon_each_other(tmp_path, data):
+    """As many as there are, and half of them nowhere. Every second step of two files is another thing."""
+    write_file(tmp_path / "part.bin", data[:2])
+    for name, places in (("twice", [slice(2), slice(2)]), ("turns", [slice(0, None, 2), slice(1, None, 2)])):
+        source = h5py.VirtualSource("part.bin", "fields", (2, *SHAPE[1:]))
+        with create(tmp_path / f"{name}.h5") as file:
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            for place in places:
+                whole = h5py.h5s.create_simple(SHAPE)
+                whole.select_hyperslab((place.start or 0, 0, 0, 0), (2, *SHAPE[1:]), (place.step or 1, 1, 1, 1))
+                properties.set_virtual(whole, b"part.bin", b"fields", source.sel.id)
+            space = h5py.h5s.create_simple(SHAPE)
+            h5py.h5d.create(file.id, b"fields", h5py.h5t.IEEE_F32LE, space, properties)
+    assert Files.of([tmp_path / "turns.h5"]).steps == (4,)
+    with pytest.raises(ValueError, match="some values of /fields lie in two files, and others in none: map each once"):
+        Files.of([tmp_path / "twice.h5"])
 
 
 def test_sources_by_a_pattern(tmp_path, data):
@@ -234,6 +269,30 @@ def test_axes_that_are_not_known(tmp_path, data):
         Files.open(str(tmp_path / "one"))
 
 
+@pytest.mark.parametrize("time", [[0, 1, 2, np.inf], [0, 1, 2, 1e300], [0, 1, 2, 2**62]])
+def test_times_that_are_no_dates(tmp_path, data, time):
+    write_file(tmp_path / "2000.h5", data, start=None)
+    with h5py.File(tmp_path / "2000.h5", "a") as file:
+        file["time"] = np.array(time)
+    with pytest.raises(ValueError, match=r"2000\.h5 has a time that is no date of 386 to 3554"):
+        Files.open(str(tmp_path))
+
+
+def test_what_hdf5_itself_refuses_names_the_file(tmp_path, data):
+    write_file(tmp_path / "2000.h5", data)
+    with h5py.File(tmp_path / "2000.h5", "a") as file:
+        file["fields"].attrs["channel_names"] = np.array([b"\xff", b"v"])
+    with pytest.raises(ValueError, match=r"cannot read .*2000\.h5 as HDF5 .*: copy it again"):
+        Files.open(str(tmp_path))
+
+
+def test_an_axis_longer_than_any(tmp_path, monkeypatch, data):
+    monkeypatch.setattr(data_files, "LONGEST_AXIS", 15)
+    write_file(tmp_path / "2000.h5", data)
+    with pytest.raises(ValueError, match=r"2000\.h5 has fields \[4, 2, 8, 16\]: no axis is longer than 15"):
+        Files.open(str(tmp_path))
+
+
 def test_damage_is_told_in_one_line(tmp_path, data):
     path = tmp_path / "2000.h5"
     write_file(path, data, chunks=(1, 1, 8, 16), compression="gzip")
@@ -273,16 +332,60 @@ def test_a_zarr_folder_runs_nothing(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("kind", ["h5", "zarr"])
+@pytest.mark.parametrize("kind", ["h5", "zarr", "nc"])
 def test_an_axis_that_no_archive_has(tmp_path, monkeypatch, kind):
     """xarray would load it when it opens the file."""
-    monkeypatch.setattr(archive_file, "LARGEST_AXIS", 10)
     path = tmp_path / f"a.{kind}"
     if kind == "h5":
         with create(path) as file:
-            file["time"] = np.zeros(11)
+            file["time"] = np.zeros((11, 2))
+    elif kind == "nc":
+        with netCDF4.Dataset(path, "w", format="NETCDF3_CLASSIC") as file:
+            file.createDimension("time", 11)
+            file.createVariable("time", "f8", ("time",))
     else:
         zarr.create_array(path / "time", shape=(11,), dtype="f8")
         zarr.open_group(path, mode="a")
-    with pytest.raises(ValueError, match="has .*time with 11 values: an axis has at most 10"):
-        open_archive(str(path))
+    with monkeypatch.context() as change:
+        change.setattr(archive_file, "LARGEST_AXIS", 10)
+        with pytest.raises(ValueError, match="has .*time with 11 values: an axis has at most 10"):
+            open_archive(str(path))
+    if kind != "h5":
+        monkeypatch.setattr(archive_file, "LARGEST_AXES", 80)
+        with pytest.raises(ValueError, match=r"has axes of 0\.0 GB: all together have at most"):
+            open_archive(str(path))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_a_zarr_folder_whose_parts_lie_elsewhere(tmp_path, what):
+    axes = {"latitude": np.linspace(90, -90, 8), "longitude": np.arange(16.0)}
+    xarray.Dataset({"t": (tuple(axes), np.zeros((8, 16), "f4"))}, axes).to_zarr(tmp_path / "a.zarr", zarr_format=2)
+    chunk = tmp_path / "a.zarr/t/0.0"
+    chunk.rename(tmp_path / "secret")
+    chunk.symlink_to(tmp_path / "secret") if what == "link" else os.mkfifo(chunk)
+    with pytest.raises(ValueError, match="t/0.0 is (a link to .*, out of its folder|no file, but a pipe)"):
+        open_archive(str(tmp_path / "a.zarr"))
+
+
+@pytest.mark.parametrize("what", ["no latitudes", "a lead time without end", "levels that are texts"])
+def test_odd_axes_of_an_archive_name_the_file(tmp_path, what):
+    axes = {
+        "time": np.array(["2000-01-01"], "M8[ns]"),
+        "latitude": np.linspace(90, -90, 8),
+        "longitude": np.arange(16.0),
+    }
+    dataset = xarray.Dataset({"t": (tuple(axes), np.zeros((1, 8, 16), "f4"))}, axes)
+    if what == "no latitudes":
+        dataset = dataset.isel(latitude=slice(0))
+    elif what == "levels that are texts":
+        dataset = dataset.assign_coords(level="low")
+    else:
+        dataset = dataset.assign_coords(step=((), np.inf, {"units": "h"}))
+    dataset.to_netcdf(tmp_path / "a.nc")
+    if what == "no latitudes":
+        assert list(pieces_in(str(tmp_path / "a.nc"), {})) == []
+        return
+    with pytest.raises(ValueError, match=r"a\.nc") as error:
+        list(pieces_in(str(tmp_path / "a.nc"), {}))
+    assert "\n" not in str(error.value)

@@ -49,7 +49,7 @@ def inspect(source: Path) -> str:
         )
         if folder == source:
             lines += [f"  {name:60} {list(x.size)}" for name, x in metadata(folder).items()]
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))  # texts of files stand in them
 
 
 def export_model(

@@ -73,7 +73,7 @@ def _read_info(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(f"{folder} is not complete ({type(error).__name__} in {INFO})") from None
     if format not in (1, FORMAT):
-        raise Unreadable(f"{folder} has format {format}, and this code reads {FORMAT}")
+        raise Unreadable(f"{folder} has format {format!r}, and this code reads {FORMAT}")
     if format == FORMAT and known != found:
         raise Unreadable(f"{folder / INFO} has another checksum than when it was written")
     info.setdefault("written", folder.stat().st_mtime)  # seconds since 1970; the first format did not say

@@ -73,6 +73,8 @@ class ForecastStore:
         """Turn what a full disk does, or one that fails, into one line. Raises WriteError."""
         try:
             yield
+        except ReadError:
+            raise
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             remedy = "make room" if is_full else f"see what became of {self.folder.parent}"

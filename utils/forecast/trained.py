@@ -172,7 +172,7 @@ def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / ABOUT} cannot be read ({type(error).__name__}): copy the folder again") from None
     if format != FORMAT:
-        raise ValueError(f"{folder} has the format {format}, and this code reads {FORMAT}: take a newer one")
+        raise ValueError(f"{folder} has the format {format!r}, and this code reads {FORMAT}: take a newer one")
     for name, fits in ENTRIES.items():
         if name not in about or not fits(about[name]):
             raise ValueError(

@@ -198,7 +198,9 @@ def memory(config: Config, here: int, found: dict) -> Iterator[Line]:
     yield Line(told, None if needed < 0.9 * there else "try " + ", then ".join(remedies))
 
 
-def planning(path: Path, device: torch.device, nproc: int, storage: float | None, seconds: float) -> Iterator[Line]:
+def planning(
+    path: Path, device: torch.device, nproc: int, storage: float | None, seconds: float = SECONDS
+) -> Iterator[Line]:
     """Measure what the machine can do, and keep it in a file."""
     found = measure(device.type, nproc, storage, seconds)
     write_machine(path, found)

@@ -142,11 +142,15 @@ def to_line(event: dict[str, Any]) -> str:
     return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, but half a line that a process left when it was killed.
+def read_events(path: Path, fits: Callable[[Any], bool] = is_event) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl, or of another file that `to_line` wrote.
 
+    Half a line that a process left when it was killed is none.
     Lines that are not what was written are left out, and named in the log. (Those of version 0.1.0 have no checksum.)
     Raises ValueError for a pipe.
+
+    Args:
+        fits: tells a record from what is none.
     """
     check_kind(path)
     events, lines = [], path.read_bytes().decode(errors="replace").split("\n")
@@ -157,7 +161,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             if has_checksums and not (found and zlib.crc32(f"{found[1]}}}".encode()) == int(found[2], 16)):
                 raise ValueError
             event = json.loads(f"{found[1]}}}" if found else line)
-            if not is_event(event):
+            if not fits(event):
                 raise ValueError
             events.append(event)
         except (ValueError, RecursionError):

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.rungs.rungs import Rung
 from utils.files import read_events, write_text
+from utils.reading import holds
 
 
 class Runs:
@@ -20,7 +21,7 @@ class Runs:
     def __init__(self, path: Path, setup: dict[str, Any]):
         self.path, self.done = path, {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        found, *runs = (read_events(path) if path.exists() else []) or [setup]
+        found, *runs = (read_events(path, holds()) if path.exists() else []) or [setup]
         if found != setup:
             changed = ", ".join(name for name in setup if found.get(name) != setup[name])
             raise ValueError(f"{path} is of another ladder ({changed} changed): give another --json, or --fresh")

@@ -101,6 +101,7 @@ def test_ranks_that_send_nothing(tmp_path):
     assert done.stderr == "" and [line.split()[-1] for line in lines[1:3]] == ["-", "-"]
 
 
+@pytest.mark.slow
 def test_traces_of_many_events(tmp_path):
     """More than 16 bits count."""
     pytest.importorskip("hta", reason="needs pip install HolisticTraceAnalysis")

@@ -56,6 +56,7 @@ def given(config):
     return frozenset(f.name for f in dataclasses.fields(Layout)[1:]), (config.tensor_parallel, config.context_parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp, flags", LAYOUTS)
 def test_an_outlook_is_that_of_the_whole_model(tmp_path, dp, flags):
     """From two traces of one block: what one trace of all blocks computes, sends and holds."""
@@ -113,6 +114,7 @@ def test_parts_of_a_batch(tmp_path):
     assert list(parts_of(local, NOTHING, 64)) == [(2, 8)]
 
 
+@pytest.mark.slow
 def test_what_train_mp_refuses_is_not_offered(tmp_path):
     """Whatever else the flags say: sharing out with a model compiled as one, or an optimiser of whole weights."""
     for flags, refused in (
@@ -266,6 +268,7 @@ def test_the_simplest_of_the_fast_ones():
     assert front(found) == [found[0], found[1], found[3]]
 
 
+@pytest.mark.slow
 def test_what_a_step_waits_for_bounds_it(tmp_path):
     """Whatever takes longest beside it: files that are read ahead, the host of a GPU. Else it is the longest part."""
     config = load_config(flags_for(tmp_path, "--num_data_workers=2"), chapter=2)[0]
@@ -289,6 +292,7 @@ def command(folder, *more):
     return [sys.executable, "benchmarks/plan.py", *flags_for(folder), *more]
 
 
+@pytest.mark.slow
 def test_a_plan_from_end_to_end(tmp_path):
     """On 4 ranks: what it tells, its record, its picture, and that the command it gives is one that a run takes."""
     record = tmp_path / "plan.json"
@@ -352,6 +356,7 @@ def on_ranks(folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_machine_is_measured_by_its_ranks(tmp_path):
     """Two of them. What is measured is a machine's file, and the planner takes it."""
     for done in run_ranks(2, on_ranks, tmp_path):

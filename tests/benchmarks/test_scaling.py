@@ -115,6 +115,7 @@ def test_nodes_share_a_file_system(tmp_path):
     assert two == pytest.approx(2 * one)
 
 
+@pytest.mark.nightly
 def test_the_best_of_each_job_is_that_of_the_plan(tmp_path):
     """Though all models are sketched once for all jobs; None where none fits or takes the batch."""
     job = Job(config_of(tmp_path, "--global_batch_size=8"), A100, 2)
@@ -155,6 +156,7 @@ def test_each_mend_changes_what_it_says(tmp_path):
     assert host.host < 1e-9 and noise.noise < 1e-9
 
 
+@pytest.mark.nightly
 def test_mends_come_in_the_order_of_their_gain(tmp_path):
     """For a job that waits for files: with the same change for the job that it is compared with."""
     job = Job(config_of(tmp_path, "--num_data_workers=2", "--global_batch_size=4"), A100, 2)
@@ -182,6 +184,7 @@ def test_what_other_strategies_could_bring():
     assert overlapped.time == pytest.approx(2 - 0.5 * 0.75) and overlapped.memory == pytest.approx(18 / 22)
 
 
+@pytest.mark.nightly
 def test_strategies_are_judged_where_they_can_be(tmp_path, monkeypatch):
     """Not where nothing fits, nor tensor parallelism where heads do not divide."""
 
@@ -208,6 +211,7 @@ def study(folder, *flags):
     return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_study_from_end_to_end(tmp_path):
     done = study(tmp_path, "--sections", "demo", "--machine", "perlmutter", "--ranks", "1", "2", "--rollout_steps=1")
     assert done.returncode == 0, done.stderr

@@ -31,6 +31,7 @@ def flags_of(grid):
     return [*found, "--sequence_parallel" if grid["sequence_parallel"] else "--no_sequence_parallel"]
 
 
+@pytest.mark.nightly
 def test_every_grid_of_the_certificate(tmp_path):
     """Operations of the forward pass are those of `ViT.flops`, shared out; the backward pass takes twice as many.
 
@@ -109,6 +110,7 @@ def on_real_ranks(folder):
             assert sum(found.peak.values()) == pytest.approx(peak, rel=0.1), flags
 
 
+@pytest.mark.slow
 def test_four_real_ranks_do_what_the_trace_says(tmp_path):
     for done in run_ranks(4, on_real_ranks, tmp_path):
         assert done.returncode == 0, done.stderr
@@ -178,7 +180,7 @@ def test_what_is_not_known_is_not_left_out():
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_16384_ranks_in_20_seconds():
     begin = time.perf_counter()
     found = trace(1024, ["--config=mp", "--local_batch_size=1", "--tensor_parallel=4", "--context_parallel=4"])

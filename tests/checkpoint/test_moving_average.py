@@ -42,6 +42,7 @@ def average_by_hand(argv, folder) -> dict[str, torch.Tensor]:
     return average
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRIDS)
 def test_it_is_the_average_of_the_weights_on_every_grid(tiny, name):
     ranks, script, grid = GRIDS[name]

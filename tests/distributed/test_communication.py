@@ -129,7 +129,8 @@ def test_groups_of_heads_are_gathered_in_time(tmp_path):
     assert peaks[0] - peaks[1] > 0.5 * 2 * 512 * 64 * 4  # of the bytes of k and v of all heads
 
 
-@pytest.mark.parametrize("amp", ["none", "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", ["none", pytest.param("bf16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("tp, cp", [(1, 2), (1, 4), (2, 2)])
 def test_borders_cost_what_the_formula_says(tmp_path, tp, cp, steps, amp):
@@ -192,7 +193,7 @@ def test_ddp_sends_each_gradient_once_a_step_over_dp_cp(tmp_path, cp, monkeypatc
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sequence_parallelism_keeps_a_third_of_the_activations(tmp_path):
     """At full size: what chapter 2 says, and its record."""
     record = json.loads((ROOT / "benchmarks/results/simulate.json").read_text())
@@ -211,6 +212,7 @@ def test_the_moving_average_is_counted(tmp_path):
     assert found["peak"] - without["peak"] == 4 * found["parameters"]
 
 
+@pytest.mark.slow
 def test_a_gpus_kernel_is_simulated_where_there_is_no_gpu(tmp_path):
     """The doctor asks, for a run with --attention cudnn. Fused kernels keep no table, with dropout neither."""
     held = [

@@ -39,6 +39,7 @@ def run_both(tiny, *flags):
     return eager, run_here(graphed, main=graphs, name="1MP")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -73,6 +74,7 @@ def test_ddp_is_recorded_on_one_rank(tiny, monkeypatch):
     np.testing.assert_allclose(losses(graphed), losses(eager), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--graph_optimizer", "--enable_fused", "--amp_mode", "fp16"]])
 def test_a_recorded_run_goes_on_from_a_checkpoint(tiny, flags):
     flags = ["--device", "cpu", "--num_iters", "12", "--graph_warmup", "3", "--drop_path", "0.5", *flags]
@@ -106,7 +108,7 @@ def eager_and_recorded(world, argv):
     graphs(world, [*argv, "--run_num", "graph", "--graph_warmup", "12"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, flags",
     [

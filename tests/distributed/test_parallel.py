@@ -228,7 +228,7 @@ def train_on(ranks, tmp_path, *flags, script="train_mp.py"):
     return argv
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_in_float32_follows_one_process(tmp_path):
     alike = ["--drop_path", "0.3", "--plot_channels", "ch0"]
     one = run_folder(train_on(1, tmp_path, *alike, "--run_num", "one", script="train.py"))
@@ -247,7 +247,7 @@ def test_a_run_in_float32_follows_one_process(tmp_path):
     assert np.mean(pictures[0] != pictures[1]) < 0.01  # the whole image is drawn
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fewer_tokens_than_ranks_work(tmp_path):
     """Two patches on four ranks: the others hold padding, read nothing, and follow."""
     write_data(tmp_path, train={"2001": 30, "2002": 21}, rows=8, columns=16)

@@ -162,6 +162,7 @@ def test_what_is_sent_where_a_group_is_that_of_another_axis_too(dp, cp):
     assert 1.05 * found["none"]["dp-cp"] < found["weights"]["dp-cp"] <= 1.52 * found["none"]["dp-cp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--activation_checkpoint=block"], ["--accumulation_steps=2"]])
 def test_a_forecast_of_several_steps_sends_gradients_once(more):
     flags = ["--config=demo", "--depth=2", "--rollout_steps=4", "--rollout_from=0", *more]
@@ -173,6 +174,7 @@ def test_a_forecast_of_several_steps_sends_gradients_once(more):
     assert found["gradients"]["count"]["dp-cp reduce_scatter"] == blocks
 
 
+@pytest.mark.nightly
 def test_steps_after_a_validation_are_those_of_ddp(tiny):
     """Passes without gradients must leave nothing behind: neither weights nor, beside them, gradients of before."""
     found = {}
@@ -187,6 +189,7 @@ def test_steps_after_a_validation_are_those_of_ddp(tiny):
     assert found["weights"] == found["gradients"]
 
 
+@pytest.mark.nightly
 def test_averages_and_validations_are_those_of_ddp(tiny):
     found = {}
     flags = ["--num_iters=6", "--ema_decay=0.5", "--accumulation_steps=2", "--report", "--clip_grad_norm=1"]

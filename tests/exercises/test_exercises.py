@@ -92,6 +92,7 @@ def test_each_has_hints_and_minutes(capsys):
     assert "1 of 5" in told and "2 of 5" in told and "3 of 5" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, told",
     [

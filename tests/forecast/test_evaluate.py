@@ -33,7 +33,8 @@ def result(trained) -> tuple[Path, dict]:
     return out, evaluated(trained, out, "--forecasts", "zarr", "--plot_channels", "u", "t")
 
 
-@pytest.mark.parametrize("weighting", ["cos", "area"])
+@pytest.mark.slow
+@pytest.mark.parametrize("weighting", ["cos", pytest.param("area", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("source", ["model", "ema", "persistence", "climatology"])
 def test_scores_equal_those_of_xarray(trained, result, source, weighting):
     out, skill = result
@@ -147,6 +148,7 @@ def test_spectra_add_up_to_the_mean_square(trained, result):
     np.testing.assert_allclose(skill["spectra"]["truth"]["u"][0][3], third.mean(), rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, ranks):
     _, skill = result
@@ -247,6 +249,7 @@ def test_the_log_says_how_far_forecasts_are_of_use(result):
     assert f"{told} {use} h" in log
 
 
+@pytest.mark.slow
 def test_maps_in_a_projection(trained, tmp_path):
     pytest.importorskip("cartopy", reason="needs pip install -r requirements-maps.txt")
     for kind, projection in (("plain", "plain"), ("round", "Robinson")):
@@ -260,7 +263,7 @@ def test_maps_in_a_projection(trained, tmp_path):
         assert np.abs(np.asarray(film.convert("RGB"), float) - first).mean() > 1  # it moves
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_projection_beside_xarrays_engines(trained, tmp_path):
     """In a process that opens a climatology, and by that eccodes, before it draws: it must not crash at its end."""
     pytest.importorskip("cartopy", reason="needs pip install -r requirements-maps.txt")
@@ -272,6 +275,7 @@ def test_a_projection_beside_xarrays_engines(trained, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_climatology_of_each_day(trained, result, tmp_path):
     path = tmp_path / "usual.nc"
     usual = write_climatology(trained, path)
@@ -366,6 +370,7 @@ def test_what_is_read_and_not_forecast_comes_from_the_files(trained, tmp_path):
     assert "Not forecast, but read from the files at each time: t\n" in log
 
 
+@pytest.mark.slow
 def test_who_reads_changes_nothing(trained, tmp_path):
     """Reads at once, and processes that decompress; batches follow each other, and the last one is filled up."""
     for path in (trained / "valid").glob("*.h5"):

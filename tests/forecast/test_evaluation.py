@@ -57,6 +57,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in paths}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("zarr", marks=pytest.mark.slow), "netcdf"])
 def test_an_evaluation_that_was_killed_goes_on_and_writes_the_same_files(trained, tmp_path, kind):
     more = ["--forecasts", kind, "--local_batch_size", "5"]  # what is left when it is killed makes no whole batch
@@ -147,6 +148,7 @@ def test_a_log_without_a_progress_bar_says_how_far_it_is(trained, tmp_path):
     assert f"Forecasts to write: 5, up to {5 * SIZE:.3g} GB; free: " in log
 
 
+@pytest.mark.slow
 def test_who_comes_second_changes_nothing(tmp_path):
     """Two evaluations of other settings that begin in one folder at once, before and after the first writes."""
     code = "import sys; from pathlib import Path; from utils.forecast.store import ForecastStore\n"
@@ -403,6 +405,7 @@ def test_a_change_inside_of_a_folder_is_seen(tmp_path):
     assert seen(tmp_path / "usual.zarr") != before
 
 
+@pytest.mark.slow
 def test_without_intervals_nothing_is_said_of_them(trained, tmp_path):
     evaluated(trained, tmp_path / "out", "--stride", "4", "--block_hours", "120", "--plot_channels", "u")
     log = (tmp_path / "out/out.log").read_text()

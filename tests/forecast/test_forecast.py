@@ -77,6 +77,7 @@ def same(found: xarray.Dataset, expected: xarray.Dataset) -> None:
         np.testing.assert_array_equal(found[name].values, expected[name].values)
 
 
+@pytest.mark.slow
 def test_from_one_state_it_is_the_forecast_that_an_evaluation_makes(trained, exported, judged, tmp_path):
     """Bit for bit: of a run and of the exported folder; from a file that holds nothing after that state."""
     start = judged.time[3]
@@ -89,6 +90,7 @@ def test_from_one_state_it_is_the_forecast_that_an_evaluation_makes(trained, exp
         same(found, judged.sel(time=[start.values]))
 
 
+@pytest.mark.slow
 def test_of_every_state_in_a_zarr(trained, exported, judged, tmp_path):
     folder = made(exported, trained / "valid", tmp_path / "out", "--dates", "all", "--forecasts", "zarr")
     found = xarray.open_zarr(folder / "model.zarr").load()

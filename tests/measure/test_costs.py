@@ -350,6 +350,7 @@ def test_mean_speeds_are_samples_over_seconds():
     assert only["samples_per_sec"] is None
 
 
+@pytest.mark.slow
 def test_a_trace_with_stacks_says_where_calls_come_from(tiny):
     argv = tiny_flags(tiny, "--profile=torch", "--profile_steps", "1", "1", "1", "--profile_stacks", "--num_iters=4")
     (path,) = (run_here(argv) / "profile").glob("rank0.*.pt.trace.json.gz")

@@ -10,6 +10,7 @@ from tests.helpers import ROOT, tiny_flags
 from utils.measure.first_profile import without_lines
 
 
+@pytest.mark.slow
 def test_a_profiled_run_says_nothing_of_the_profiler(tiny):
     flags = ["--profile", "torch", "--profile_steps", "0", "1", "1", "--report", "--num_iters", "4"]
     command = [sys.executable, "train.py", *tiny_flags(tiny, *flags)]

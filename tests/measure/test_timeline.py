@@ -200,6 +200,7 @@ def count_collectives(script, argv):
     print(json.dumps({"parts": parts, "gradients": gradients.call_count}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, flags, name, gradients",  # of 30 parameters in 6 steps; DDP settles its buckets with one pass more
     [

@@ -43,10 +43,13 @@ at_night = partial(pytest.param, marks=pytest.mark.nightly)
 )
 def test_what_bounds_a_run(tiny, case, ranks, script, flags, bound, words):
     argv = tiny_flags(tiny, *flags)
-    results = run_ranks(ranks, run_slowed, case, script, argv)
-    assert [done.returncode for done in results] == [0] * ranks, results[0].stderr
-    folder = run_folder(argv, f"{ranks}MP" if script == "train_mp.py" else f"{ranks}GPU")
-    text = json.loads((folder / "report/report.json").read_text())["verdict"]
+    for _ in range(3):
+        results = run_ranks(ranks, run_slowed, case, script, argv)
+        assert [done.returncode for done in results] == [0] * ranks, results[0].stderr
+        folder = run_folder(argv, f"{ranks}MP" if script == "train_mp.py" else f"{ranks}GPU")
+        text = json.loads((folder / "report/report.json").read_text())["verdict"]
+        if "something else used the cores" not in text:  # other tests may
+            break
     assert text.startswith(f"This run is bound by {bound}: ") and words in text, text
     assert f"Verdict: {text}" in (folder / "out.log").read_text()
     share = int(re.search(r"for (\d+)% of the training time", text)[1])

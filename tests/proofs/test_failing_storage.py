@@ -11,7 +11,6 @@ from tests.proofs.failing_storage import NEVER, SHOWN, TARGETS, build, case, tra
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler (cc)")
 CASES = [
     ("data", "EIO", "iterations 7 to 11", "2"),
-    ("data", "SHORT", "now and then", "0"),
     ("checkpoints", "ENOSPC", "now and then", "74"),
     ("records", "ESTALE", "iterations 7 to 11", "0"),
     ("pictures", "ENOSPC", "iterations 7 to 11", "0"),
@@ -29,7 +28,12 @@ def whole(tmp_path_factory) -> tuple[Path, Path, Path]:
     return folder, build(folder), run_folder(argv)
 
 
-@pytest.mark.parametrize("target, kind, time, code", CASES)
+WHEN = {"a run to go on with": (), "data": pytest.mark.slow, "checkpoints": pytest.mark.slow}  # the others at night
+
+
+@pytest.mark.parametrize(
+    "target, kind, time, code", [pytest.param(*case, marks=WHEN.get(case[0], pytest.mark.nightly)) for case in CASES]
+)
 def test_a_run_whose_storage_fails_goes_on_as_if_it_had_not(whole, target, kind, time, code):
     assert case(*whole, target, kind, time) == code
 

@@ -69,7 +69,7 @@ def deaf() -> None:
 
 
 @pytest.mark.parametrize("name", ["late", "deaf"])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_saves_go_on_after_one_in_which_the_ranks_lost_each_other(whole, name):
     folder, runs = whole
     fault = InSave(partial(late, folder / "late.log"), rank=-1) if name == "late" else deaf

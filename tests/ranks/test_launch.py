@@ -100,6 +100,7 @@ def test_a_half_set_environment_ends_the_script_in_one_line():
     assert len(result.stderr.splitlines()) == 1 and "error: RANK is not set" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_finds_nobody_says_where(rank):
     code = "from utils.ranks import start; start.JOINING = start.timedelta(seconds=2); start.start(None, [])"
@@ -240,6 +241,7 @@ def say_no_word(how: Callable):
     time.sleep(1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [os._exit, time.sleep])
 def test_a_rank_that_never_says_a_word_ends_the_others(how):
     first, second, third = run_ranks(3, say_no_word, how, timeout=60)

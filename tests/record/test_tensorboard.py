@@ -42,6 +42,7 @@ def ask(address: str, what: str, **query: str):
         return json.load(answer)
 
 
+@pytest.mark.slow
 def test_every_curve_is_there_with_its_numbers(board):
     address, runs = board
     tags = ask(address, "scalars/tags")
@@ -109,7 +110,7 @@ def browser():
         yield browser
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_browser_shows_both_runs(board, browser, tmp_path):
     address, runs = board
     page = shown(browser, f"{address}/#timeseries")

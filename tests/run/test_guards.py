@@ -71,6 +71,7 @@ def test_a_skipped_step_leaves_weights_and_moments(tiny, monkeypatch):
         assert [finite for finite, _, _ in kept].count(False) == 4 and {scale for *_, scale in kept} == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2, 2)])
 def test_all_ranks_skip_the_same_steps(tiny, grid):
     spoil(tiny, 9)

@@ -57,6 +57,7 @@ def run_all(tiny: Path, grid: str, number: str, faults: list[Observer], *flags: 
     return folder, [one.returncode for one in done], (folder / "out.log").read_text() + done[0].stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_flipped_bit_on_one_rank_is_found_and_named(tiny, grid):
     """Within the number of steps that was asked for; and replicas that compute rightly agree to the last bit."""
@@ -76,6 +77,7 @@ def test_a_flipped_bit_on_one_rank_is_found_and_named(tiny, grid):
         assert "one of them computed wrongly" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [Flip.name, "optimizer.pos_embed.exp_avg"])
 def test_replicas_that_differ_are_not_saved(tiny, name):
     """They are compared before each checkpoint; the one before is there to go on from."""
@@ -134,6 +136,7 @@ def test_a_bit_of_what_is_compared(tiny):
     assert (folder / "out.log").read_text().count(told) == 1
 
 
+@pytest.mark.slow
 def test_where_there_is_no_replica_it_is_said(tiny):
     folder = run_here(tiny_flags(tiny, "--verify_every=1"))
     said = "verify_every compares nothing: no two ranks hold the same weights"

@@ -157,6 +157,7 @@ def test_heating_drives_towards_a_jet_in_each_hemisphere():
     assert np.abs(u - 55 * np.exp(-(((np.abs(latitude) - 42) / 16) ** 2))).max() < 0.5
 
 
+@pytest.mark.slow
 def test_weather_has_jets_of_believable_strength(weather):
     model, q = weather
     latitude = 90 - 180 * (np.arange(64) + 0.5) / 64

@@ -176,7 +176,7 @@ def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
     for name, fits in ENTRIES.items():
         if name not in about or not fits(about[name]):
             raise ValueError(
-                f"{folder / ABOUT}: {name} is {str(about.get(name))[:80]!r}, as no export has it: copy the folder again"
+                f"{folder / ABOUT} has {name} {str(about.get(name))[:80]!r}, which no export writes: copy the folder again"
             )
     config, _ = load_config(["--yaml_config", str(folder / CONFIG), "--config", SECTION], chapter=3)
     config = replace(config, **forgotten())

@@ -318,6 +318,7 @@ def test_a_plan_from_end_to_end(tmp_path):
     assert record.with_suffix(".png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more, told",
     [

@@ -22,6 +22,8 @@ from utils.config.reader import load_config
 from utils.data.fields import Fields
 from utils.loss import relative_l2
 
+pytestmark = pytest.mark.slow
+
 DEPTH, DIM, BATCH, TOKENS = 2, 32, 3, 32  # of the tiny model below
 BLOCK_REPLICAS = 6 * DIM  # two norms, the biases of proj and fc2
 OTHER_REPLICAS = (3 * 16 * DIM + DIM) + TOKENS * DIM + 2 * DIM + 3 * 16 * DIM  # embedding, positions, norm, head
@@ -129,7 +131,6 @@ def test_groups_of_heads_are_gathered_in_time(tmp_path):
     assert peaks[0] - peaks[1] > 0.5 * 2 * 512 * 64 * 4  # of the bytes of k and v of all heads
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("amp", ["none", pytest.param("bf16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("tp, cp", [(1, 2), (1, 4), (2, 2)])
@@ -212,7 +213,6 @@ def test_the_moving_average_is_counted(tmp_path):
     assert found["peak"] - without["peak"] == 4 * found["parameters"]
 
 
-@pytest.mark.slow
 def test_a_gpus_kernel_is_simulated_where_there_is_no_gpu(tmp_path):
     """The doctor asks, for a run with --attention cudnn. Fused kernels keep no table, with dropout neither."""
     held = [

@@ -9,6 +9,8 @@ from exercises import check
 from tests.exercises.mistakes import MISTAKES
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "exercises"
 
 
@@ -92,7 +94,6 @@ def test_each_has_hints_and_minutes(capsys):
     assert "1 of 5" in told and "2 of 5" in told and "3 of 5" not in told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, told",
     [

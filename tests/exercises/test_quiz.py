@@ -9,13 +9,14 @@ import pytest
 from exercises import quiz
 from tests.helpers import ROOT, clean_environment
 
+pytestmark = pytest.mark.slow
+
 
 def answered(*arguments, **how):
     command = [sys.executable, "exercises/quiz.py", *arguments]
     return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, **how)
 
 
-@pytest.mark.slow
 def test_memory_is_predicted_and_computed(tmp_path):
     """On tp 2 a rank needs more than half of one rank's memory; what was typed wrong is asked for again."""
     record = tmp_path / "new" / "quiz.jsonl"

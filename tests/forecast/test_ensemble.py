@@ -24,6 +24,8 @@ from utils.forecast.data import ForecastData
 from utils.forecast.ensemble import Perturbations, ensemble_moments, rank_histogram
 from utils.forecast.settings import Evaluation
 
+pytestmark = pytest.mark.slow
+
 PERTURBED = ["--perturb", "0.3", "--members", "4"]
 
 
@@ -46,7 +48,6 @@ def values(skill: dict, score: str, name: str, weighting: str = "cos") -> list[f
     return [value for value, _, _ in skill["ensemble"]["scores"][score][weighting][name]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weighting", ["cos", "area"])
 def test_scores_equal_those_of_other_programs(trained, result, weighting):
     """xskillscore, scores and xarray, in float64: to 1e-12."""
@@ -176,7 +177,6 @@ def several(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_members_may_be_several_models(several, tmp_path):
     """Each is what it is alone, bit for bit: of another seed, and of another size from an exported folder."""
     runs = several / "runs/tiny/1GPU"
@@ -215,7 +215,6 @@ def test_an_ensemble_goes_on_where_it_was_and_knows_its_own(several, tmp_path):
     assert len(list(tmp_path.iterdir())) == 3  # the others are set aside
 
 
-@pytest.mark.slow
 def test_an_ensemble_of_averaged_weights_is_another_one(trained, tmp_path):
     more = [*PERTURBED[:2], "--members", "2"]
     raw = evaluated(trained, tmp_path / "out", *more)

@@ -25,6 +25,8 @@ from tests.helpers import ROOT, STEP, call_here, clean_environment, fields, run_
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.weights import choose, export, read_weights
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def result(trained) -> tuple[Path, dict]:
@@ -33,7 +35,6 @@ def result(trained) -> tuple[Path, dict]:
     return out, evaluated(trained, out, "--forecasts", "zarr", "--plot_channels", "u", "t")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("weighting", ["cos", pytest.param("area", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("source", ["model", "ema", "persistence", "climatology"])
 def test_scores_equal_those_of_xarray(trained, result, source, weighting):
@@ -148,7 +149,6 @@ def test_spectra_add_up_to_the_mean_square(trained, result):
     np.testing.assert_allclose(skill["spectra"]["truth"]["u"][0][3], third.mean(), rtol=1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, ranks):
     _, skill = result
@@ -168,7 +168,6 @@ def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, 
         xarray.testing.assert_allclose(*both, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_checkpoints_of_three_grids_forecast_the_same(trained, result, tmp_path):
     """The same weights, saved by three grids."""
     _, skill = result
@@ -249,7 +248,6 @@ def test_the_log_says_how_far_forecasts_are_of_use(result):
     assert f"{told} {use} h" in log
 
 
-@pytest.mark.slow
 def test_maps_in_a_projection(trained, tmp_path):
     pytest.importorskip("cartopy", reason="needs pip install -r requirements-maps.txt")
     for kind, projection in (("plain", "plain"), ("round", "Robinson")):
@@ -275,7 +273,6 @@ def test_a_projection_beside_xarrays_engines(trained, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_a_climatology_of_each_day(trained, result, tmp_path):
     path = tmp_path / "usual.nc"
     usual = write_climatology(trained, path)
@@ -319,7 +316,6 @@ def test_a_model_is_asked_in_half_precision(trained, tmp_path, result):
     assert 1e-5 < difference < 0.02
 
 
-@pytest.mark.slow
 def test_a_model_is_compiled(trained, tmp_path, result):
     with mock.patch("evaluate.compile_modules", wraps=evaluate.compile_modules) as compiling:
         compiled = rmse(evaluated(trained, tmp_path / "compiled", "--enable_jit"))
@@ -370,7 +366,6 @@ def test_what_is_read_and_not_forecast_comes_from_the_files(trained, tmp_path):
     assert "Not forecast, but read from the files at each time: t\n" in log
 
 
-@pytest.mark.slow
 def test_who_reads_changes_nothing(trained, tmp_path):
     """Reads at once, and processes that decompress; batches follow each other, and the last one is filled up."""
     for path in (trained / "valid").glob("*.h5"):

@@ -26,10 +26,12 @@ from tests.proofs.interruptions import (
 from utils.checkpoint import store as checkpoint
 from utils.run.saving import Saving
 
-# Each fault on one grid here, and all on all in fault_matrix.py.
+# Each fault on one grid here, one of them in the quick tests, some in CI; and all on all in fault_matrix.py.
 LOST = "00000008 was not written ("
 CASES = [
-    pytest.param(name, list(GRIDS)[i % len(GRIDS)], marks=pytest.mark.nightly if i % 5 else ())
+    pytest.param(
+        name, list(GRIDS)[i % len(GRIDS)], marks=pytest.mark.nightly if i % 5 else [pytest.mark.slow] * (i > 0)
+    )
     for i, name in enumerate(FAULTS)
 ]
 

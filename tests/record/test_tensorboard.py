@@ -16,6 +16,8 @@ from docs.figures.tensorboard import shown, tensorboard
 from tests.helpers import ROOT, losses, records, run_here, tiny_flags, write_data
 from tests.packages import install
 
+pytestmark = pytest.mark.slow
+
 RUNS = {"tiny/1GPU/00/logs": [], "wide/1GPU/00/logs": ["--config", "wide"]}
 SCALARS = {
     "Loss/step", "Loss/train", "Loss/valid", "Learning Rate", "Gradient norm", "Avg iters per sec",
@@ -42,7 +44,6 @@ def ask(address: str, what: str, **query: str):
         return json.load(answer)
 
 
-@pytest.mark.slow
 def test_every_curve_is_there_with_its_numbers(board):
     address, runs = board
     tags = ask(address, "scalars/tags")

@@ -21,6 +21,8 @@ pytest.importorskip("mkdocs", reason="MkDocs is not installed: pip install -r re
 
 from docs.site.hooks import deeper  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PAGES = ("", "1-one-device/", "exercises/", "scaling/", "api/")
 
 
@@ -50,7 +52,6 @@ class Links(html.parser.HTMLParser):
         self.links += [found[name] for name in ("href", "src") if found.get(name)]
 
 
-@pytest.mark.slow
 def test_links_arrive(site):
     """Those to files of this clone, too: the site has them."""
     pages = {path: Links(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
@@ -125,7 +126,6 @@ def opened(browser, address, width=1400):
     return page, complaints
 
 
-@pytest.mark.slow
 def test_five_pages_in_a_browser(address, browser, tmp_path):
     """On a wide and on a narrow window; the console stays empty. SITE_PICTURES is where to keep what it looks like."""
     folder = tmp_path if "SITE_PICTURES" not in os.environ else ROOT / os.environ["SITE_PICTURES"]

@@ -175,9 +175,8 @@ def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
         raise ValueError(f"{folder} has the format {format!r}, and this code reads {FORMAT}: take a newer one")
     for name, fits in ENTRIES.items():
         if name not in about or not fits(about[name]):
-            raise ValueError(
-                f"{folder / ABOUT} has {name} {str(about.get(name))[:80]!r}, which no export writes: copy the folder again"
-            )
+            found = str(about.get(name))[:80]
+            raise ValueError(f"{folder / ABOUT} has {name} {found!r}, which no export writes: copy the folder again")
     config, _ = load_config(["--yaml_config", str(folder / CONFIG), "--config", SECTION], chapter=3)
     config = replace(config, **forgotten())
     paths = {key: str(folder / path) for key, path in statistics_of(config).items()}

@@ -1,0 +1,40 @@
+"""A configuration that somebody made to be odd: one line says so."""
+
+import os
+
+import pytest
+
+from utils.config.reader import load_config
+
+LISTS = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
+MERGES = "m0: &m0 {a: 1}\n"
+MERGES += "".join(f"m{i + 1}: &m{i + 1} {{<<: [{', '.join([f'*m{i}'] * 9)}]}}\n" for i in range(9))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        (LISTS, "it unfolds to more than 100,000 values"), (MERGES, "it unfolds to more than 100,000 values"),
+        ("a: &a [*a]", "must hold named sections"), ("1: {}", "must hold named sections"),
+        ('x: {lr: !!int ""}', "is not valid YAML"), ('x: {lr: !!timestamp "x"}', "is not valid YAML"),
+        ("x: {1: 2}", "has the key 1 in section 'x': keys are names"),
+        (f"x: {{lr: {'[' * 2000}{']' * 2000}}}", "is not valid YAML"),
+    ],
+)  # fmt: skip
+def test_yaml_that_is_made_to_be_odd(tmp_path, text, told):
+    """Few lines can unfold to billions of values; a value can have a tag that it does not fit."""
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ValueError, match=told) as error:
+        load_config(["--yaml_config", str(tmp_path / "x.yaml"), "--config", "x"])
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_that_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ValueError, match="but a pipe, a socket or a device"):
+        load_config(["--yaml_config", str(tmp_path / "pipe.yaml")])
+    with (tmp_path / "large.yaml").open("w") as file:
+        file.truncate(2**24 + 1)
+    with pytest.raises(ValueError, match="has 16,777,217 bytes: no such file has more"):
+        load_config(["--yaml_config", str(tmp_path / "large.yaml")])

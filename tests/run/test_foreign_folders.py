@@ -141,7 +141,7 @@ def test_a_pipe_in_an_exported_model(exported, name):
 
 def test_lines_that_are_no_records(data, foreign):
     """They are left out, and named."""
-    lines = ["5", "{}", '{"event": "step", "iteration": "x"}', "[" * 10**5]
+    lines = [files.to_line({"event": "step"}).strip(), "5", "{}", '{"event": "step", "iteration": "x"}', "[" * 10**5]
     with (foreign / "metrics.jsonl").open("a") as file:
         file.writelines(files.to_line({"event": "epoch", "iteration": 2}))  # it does not say of which
         file.write("\n".join([*lines, ""]))

@@ -179,7 +179,7 @@ soak: $(TOOLS)
 	$(PYTHON) tests/proofs/soak.py --json benchmarks/results/soak.json
 	$(PYTHON) docs/make.py
 
-# A storage that fails for a while under data, checkpoints, records and curves: about 5 minutes. Needs a C compiler.
+# A storage that fails for a while under data, checkpoints, records and pictures: some 10 minutes. Needs a C compiler.
 storage: $(TOOLS)
 	$(PYTHON) tests/proofs/failing_storage.py --json benchmarks/results/storage.json
 	$(PYTHON) docs/make.py

@@ -46,10 +46,7 @@ def load(
 def forecaster(trained: Trained, config: Config, device: torch.device) -> Forecaster:
     """Return a model on a device, ready to forecast."""
     with torch.random.fork_rng(devices=[]):  # what the caller draws stays random
-        with torch.device("meta"):  # first without memory: a configuration can claim any size
-            claimed = build_model(config, trained.fields, device)
-        trained.check(claimed)
-        net = trained.load(build_model(config, trained.fields, device))
+        net = trained.fill(partial(build_model, config, trained.fields, device))
     if config.enable_jit:
         compile_modules(net, config.compile_modules, config.compile_mode)
     return Forecaster(net, trained.fields, device, partial(autocast, config, device))

@@ -46,7 +46,7 @@ def check_own(folder: Path) -> None:
                     )
             elif entry.is_dir():
                 left.append(entry.path)
-            else:
+            elif not entry.is_file():  # asks no storage: the folder says so
                 check_kind(Path(entry.path))
 
 

@@ -1,6 +1,6 @@
 """A storage that fails for a while, under the data, the checkpoints, the records and the pictures of a run.
 
-    python tests/proofs/failing_storage.py [--json FILE]       all cases: about seven minutes
+    python tests/proofs/failing_storage.py [--json FILE]       all cases: some ten minutes
 
 Each case trains while calls on some files fail (failing_storage.c), and then goes on with a storage that works. It must
 end as documented, with one line that says why; and what is there in the end must be what it is without a fault.

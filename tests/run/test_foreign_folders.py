@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import evaluate
 import forecast
-from tests.helpers import change_info, records, run_folder, run_here, tiny_flags, write_data
+from tests.helpers import call_here, change_info, records, run_folder, run_here, tiny_flags, write_data
 from utils import files
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.__main__ import main as checkpoint_main
@@ -206,13 +207,16 @@ def test_names_that_name_no_file(exported, name):
         (("depth: 2", "depth: 3"), "is not there, and in this model"),
     ],
 )
-def test_a_model_that_its_weights_do_not_fill(exported, change, told):
-    """Told before memory is taken."""
+def test_a_model_that_its_weights_do_not_fill(data, exported, tmp_path, change, told):
+    """Told before memory is taken, by forecast.py and evaluate.py."""
     text = (exported / "config.yaml").read_text()
     assert change[0] in text
     (exported / "config.yaml").write_text(text.replace(*change))
     with pytest.raises(ValueError, match=told):
         forecast.load(str(exported))
+    argv = ["--checkpoint", exported, "--inf_data_path", data / "valid", "--lead_hours", "6", "--out", tmp_path / "out"]
+    with pytest.raises(ValueError, match=told):
+        call_here(evaluate.main, list(map(str, argv)))
 
 
 def test_statistics_that_claim_more_than_they_hold(exported):

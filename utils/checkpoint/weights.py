@@ -1,5 +1,6 @@
 """The weights alone: of a checkpoint, in a file, in a model."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -117,15 +118,24 @@ def load_weights(model: nn.Module, path: str | None) -> nn.Module:
     return set_weights(model, weights, path)
 
 
+def fill(build: Callable[[], nn.Module], weights: dict[str, Tensor], path: str) -> nn.Module:
+    """Return the model that `build` makes, with these weights. Raises ValueError as `set_weights`.
+
+    It is made without memory first: a stranger's configuration can claim any size.
+    """
+    with torch.device("meta"):
+        _check(build(), weights, path)
+    return set_weights(build(), weights, path)
+
+
 def set_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> nn.Module:
     """Set the weights of `model`, and return it. Raises ValueError where those from `path` are another model's."""
-    check_weights(model, weights, path)
+    _check(model, weights, path)
     model.load_state_dict(weights)
     return model
 
 
-def check_weights(model: nn.Module, weights: dict[str, Tensor], path: str) -> None:
-    """Raise ValueError where weights, those from `path`, are another model's."""
+def _check(model: nn.Module, weights: dict[str, Tensor], path: str) -> None:
     shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     for name in dict.fromkeys([*shapes, *weights]):
         there, here = tuple(weights[name].shape) if name in weights else "not there", shapes.get(name, "not there")

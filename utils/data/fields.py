@@ -219,7 +219,9 @@ class Fields:
 
 def check_names(names: list[str], units: list[str]) -> None:
     """Raise ValueError for what can stand in no line, and for a name that names no file: pictures have such names."""
-    for what, texts, odd in (("name", names, "/"), ("units", units, "\n")):
-        for text in texts:
-            if odd in text or not text.isprintable() or len(text) > LONGEST_NAME:
-                raise ValueError(f"a channel has the {what} {text[:LONGEST_NAME]!r}: take letters, digits and _")
+    for name in names:
+        if "/" in name or not name.isprintable() or len(name) > LONGEST_NAME:
+            raise ValueError(f"a channel has the name {name[:LONGEST_NAME]!r}: take letters, digits and _")
+    for text in units:
+        if not text.isprintable() or len(text) > LONGEST_NAME:
+            raise ValueError(f"a channel has the units {text[:LONGEST_NAME]!r}: they take one short line")

@@ -143,6 +143,9 @@ def _overlap(parts: list[list[np.ndarray]]) -> bool:
         for other in parts[i + 1 :]:
             if other[0][0] > part[0][-1]:
                 break
-            if all(a[0] <= b[-1] and b[0] <= a[-1] and len(np.intersect1d(a, b)) for a, b in zip(part, other)):
+            axes = list(zip(part, other))
+            if all(a[0] <= b[-1] and b[0] <= a[-1] for a, b in axes) and all(
+                len(np.intersect1d(*pair)) for pair in axes
+            ):
                 return True
     return False

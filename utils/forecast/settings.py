@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from utils.checkpoint.info import is_name
-from utils.checkpoint.weights import choose, read_weights, set_weights
+from utils.checkpoint.weights import FILE, choose, fill, load_tensors, read_weights
 from utils.config.reader import cast, default_yaml, load_config, move_data, moves_nothing, parse
 from utils.config.settings import FIELDS, Config, affecting, key
 from utils.data.files import channel_indices
@@ -113,7 +113,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
                 raise ValueError(f"{name} is for a file of weights: {source} knows its training; leave --{name} out")
         source, config, info = _known(source, evaluation.best)
     config, remarks = replace(config, **forgotten()), shortened + _check_ensemble(evaluation)
-    if source.is_file() or is_exported(source):
+    if source.is_file():
         config = replace(config, init_from=str(source))
     if given.get("data_dir") is not None:
         before = config.data_dir or "/data"
@@ -232,7 +232,7 @@ def load_forecasters(
     perturbations before them `control`, the first model from the state as it is.
 
     Args:
-        build: makes a model; with the weights, where they are an exported file.
+        build: makes a model; with the weights, where they are a file.
         config: of the first model.
         info: of its checkpoint; None for a file of weights.
 
@@ -246,8 +246,7 @@ def load_forecasters(
         _, theirs, other = _known(source)
         taken = {name: getattr(theirs, name) for name in affecting("training")}
         one = replace(evaluation, checkpoint=(str(source),), weights=evaluation.one_kind)
-        start = str(source) if is_exported(source) else None
-        nets.append(_alone(build, one, replace(config, init_from=start, **taken), other))
+        nets.append(_alone(build, one, replace(config, init_from=None, **taken), other))
     found = [next(iter(models.values())) for models in nets]
     if evaluation.perturb is None:
         return {f"{MEMBER}{i + 1:02d}": net for i, net in enumerate(found)}
@@ -263,11 +262,14 @@ def _alone(
     has_average = info is not None and info.get("config", {}).get("ema_decay") is not None
     if evaluation.weights == "ema" and not has_average:
         raise ValueError(f"{evaluation.source} holds no moving average of weights: train with --ema_decay")
-    if info is None or is_exported(evaluation.source):
+    if is_exported(evaluation.source):
+        weights = load_tensors(evaluation.source / FILE)
+        return {"model": fill(partial(build, replace(config, init_from=None)), weights, str(evaluation.source))}
+    if info is None:
         return {"model": build(config)}
     models = {}
     for kind, name in (("raw", "model"), ("ema", "ema")):
         if kind in wanted and (kind == "raw" or has_average):
             found = read_weights(evaluation.source, name)
-            models[name] = set_weights(build(config), found, str(evaluation.source))
+            models[name] = fill(partial(build, config), found, str(evaluation.source))
     return models

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from utils.checkpoint.info import is_name
-from utils.checkpoint.weights import FILE, check_weights, choose, load_tensors, read_weights, save_tensors, set_weights
+from utils.checkpoint.weights import FILE, choose, fill, load_tensors, read_weights, save_tensors
 from utils.config.reader import cast, check_image, load_config, move_data
 from utils.config.settings import FIELDS, Config, affecting
 from utils.data.fields import Fields
@@ -97,13 +97,9 @@ class Trained:
             raise ValueError(f"{self.source} holds no moving average of weights: train with --ema_decay")
         return weights
 
-    def load(self, model: nn.Module) -> nn.Module:
-        """Give a model these weights, and return it. Raises ValueError where it is another model."""
-        return set_weights(model, self.weights, str(self.source))
-
-    def check(self, model: nn.Module) -> None:
-        """Raise ValueError where a model is another one; it may be one without memory, of the device `meta`."""
-        check_weights(model, self.weights, str(self.source))
+    def fill(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Return the model that `build` makes, with these weights. Raises ValueError where it is another model."""
+        return fill(build, self.weights, str(self.source))
 
     def write(self, folder: Path, add: Callable[[Path], None] = lambda folder: None) -> None:
         """Write it to a new folder, whole or not at all; `add(folder)` adds to it.
@@ -191,11 +187,8 @@ def _fields(config: Config, about: dict[str, Any]) -> Fields:
     inputs, outputs, C = about["inputs"], about["forecasts"], about["channels_of_files"]
     latitude, longitude = (np.array(about[axis], np.float32) for axis in ("latitude", "longitude"))
     used, shown = [x["channel"] for x in (*inputs, *outputs)], about["plot_channels"]
-    if (
-        not 0 <= max(used, default=-1) < C <= LARGEST_COUNT
-        or about["residual_scale"] not in (None, [])
-        and len(about["residual_scale"]) != len(outputs)
-    ):
+    scale = about["residual_scale"]
+    if not 0 <= max(used, default=-1) < C <= LARGEST_COUNT or (scale is not None and len(scale) != len(outputs)):
         raise ValueError(f"{ABOUT} does not fit itself (channels): copy the folder again")
     statistics, keys = Statistics(("",) * C, tuple(used), are_named=False), ("global_means_path", "global_stds_path")
     means, stds = (statistics.load(getattr(config, key), key).reshape(C) for key in keys)
@@ -217,7 +210,7 @@ def _fields(config: Config, about: dict[str, Any]) -> Fields:
         stds=stds,
         time_means=None,  # no forecast needs them
         forcings=Forcings.open(config, latitude, longitude),
-        residual_scale=about["residual_scale"],
+        residual_scale=scale,
         step_hours=about["step_hours"],
         has_time=about["has_time"],
     ).checked(config)

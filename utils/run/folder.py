@@ -39,8 +39,9 @@ class RunFolder:
 def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
     """Return the folder of a run, a new one or the one to go on in, and its lock.
 
-    Raises ValueError where it cannot be written or another run is at work in it, where there is nothing to resume, and
-    where a key that decides training has changed. ReadError where a folder cannot be listed: who knows what it holds?
+    Raises ValueError where it cannot be written, leads elsewhere by links, or another run is at work in it, where there
+    is nothing to resume, and where a key that decides training has changed. ReadError where a folder cannot be listed:
+    who knows what it holds?
     """
     if config.run_num in ("", ".", "..") or "/" in config.run_num or not config.run_num.isprintable():
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")

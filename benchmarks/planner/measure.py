@@ -119,26 +119,35 @@ class Steps:
         return statistics.median(self.whole)
 
 
-def time_steps(bench: Bench) -> Steps:
-    """Take steps on all ranks at once, with and without a watch in turn."""
+def time_steps(bench: Bench, seconds: float) -> Steps:
+    """Take steps on all ranks at once, with and without a watch in turn: as many as fit, from two to STEPS of each."""
     watch, watched, whole = Stopwatch(bench.device), [], []
     bench.is_timed = False
     allow_tf32(bench.config.tf32)
-    for i in range(2 * (1 + STEPS)):
-        dist.barrier()
+    unwatched = contextlib.nullcontext()
+    # The first of each, which make room for what they need, tell how many fit; ranks take as many.
+    first = step_seconds(bench, watch, unwatched) + step_seconds(bench, watch, watch)
+    fitting = seconds / max(gathered([first])) - 1
+    for _ in range(round(min(max(fitting, 2), STEPS))):
+        whole.append(step_seconds(bench, watch, unwatched))
         watch.seconds = []
-        synchronize(bench.device)
-        begin = time.perf_counter()
-        with watch if i % 2 else contextlib.nullcontext():
-            bench.step(*bench.batch)
-            with watch.phase("optimizer"):
-                bench.update(bench.config.lr)
-        synchronize(bench.device)
-        took = time.perf_counter() - begin
-        if i >= 2:
-            (watched if i % 2 else whole).append(watch.seconds if i % 2 else took)
-    seconds = [statistics.fmean(x) for x in zip(*gathered(watched))]
-    return Steps(bench.config.tf32, watch.operations, seconds, gathered(whole))
+        step_seconds(bench, watch, watch)
+        watched.append(watch.seconds)
+    took = [statistics.fmean(x) for x in zip(*gathered(watched))]
+    return Steps(bench.config.tf32, watch.operations, took, gathered(whole))
+
+
+def step_seconds(bench: Bench, watch: Stopwatch, watching: contextlib.AbstractContextManager) -> float:
+    """Return what a step takes that all ranks begin at once, watched or not."""
+    dist.barrier()
+    synchronize(bench.device)
+    begin = time.perf_counter()
+    with watching:
+        bench.step(*bench.batch)
+        with watch.phase("optimizer"):
+            bench.update(bench.config.lr)
+    synchronize(bench.device)
+    return time.perf_counter() - begin
 
 
 def spread_of(values: list[float]) -> float:
@@ -159,9 +168,11 @@ def best_steps(device: torch.device, local_rank: int, seconds: float) -> tuple[l
     benches = [Bench(flags_of(model, mode, device.type), local_rank) for model, mode in models]
     least, most = ROUNDS
     begin = time.perf_counter()
-    rounds = [[time_steps(bench) for bench in benches]]
+    share = seconds / least / len(benches)
+    rounds = [[time_steps(bench, share) for bench in benches]]
     fitting = seconds / max(gathered([time.perf_counter() - begin]))
-    rounds += [[time_steps(bench) for bench in benches] for _ in range(round(min(max(fitting, least), most)) - 1)]
+    for _ in range(round(min(max(fitting, least), most)) - 1):
+        rounds.append([time_steps(bench, share) for bench in benches])
     apart = []
     for of_model in zip(*rounds):
         steps = [found.step for found in of_model]

@@ -22,7 +22,7 @@ where the loop gets it.
 try: ... yield ... finally: is the place to end the thread. stop.set() asks it to; if it waits in `put`, take things
 out of the queue until it comes to look at `stop`. join() then waits for its end.
 """
-LENGTH, SECONDS, AHEAD, PATIENCE = 10, 0.03, 2, 5
+LENGTH, SECONDS, AHEAD, PATIENCE, TRIES = 10, 0.03, 2, 5, 3
 
 
 class Slow:
@@ -68,14 +68,17 @@ def check(path: str, rank: int, size: int) -> None:
 
 def overlap(solution: ModuleType, rank: int) -> None:
     """Reading and computing take as long as one of them, not as both."""
-    begin = time.perf_counter()
-    for _ in Slow():
-        time.sleep(SECONDS)
-    serial, begin = time.perf_counter() - begin, time.perf_counter()
-    for _ in solution.Prefetcher(Slow(), AHEAD):
-        time.sleep(SECONDS)
-    took = time.perf_counter() - begin
-    if took > 0.8 * serial:
+    for _ in range(TRIES):  # others may compute here just then
+        begin = time.perf_counter()
+        for _ in Slow():
+            time.sleep(SECONDS)
+        serial, begin = time.perf_counter() - begin, time.perf_counter()
+        for _ in solution.Prefetcher(Slow(), AHEAD):
+            time.sleep(SECONDS)
+        took = time.perf_counter() - begin
+        if took <= 0.8 * serial:
+            break
+    else:
         raise Wrong(
             f"{LENGTH} batches take {took:.2f} s, and {serial:.2f} s without a thread: nothing is read while the loop "
             "computes (TODO 1)"

@@ -383,7 +383,8 @@ def test_rounds_of_steps_fill_the_seconds(seconds, rounds, monkeypatch):
     """Of two seconds a model; each model's fastest is taken, and how far its rounds lay apart is told."""
     models, taken = 12, []
 
-    def one_step(bench):
+    def one_step(bench, share):
+        assert share == seconds / 2 / models
         taken.append(bench)
         return Steps(False, [], [], [10.0 - (len(taken) - 1) // models])  # a second faster in each round
 
@@ -394,6 +395,29 @@ def test_rounds_of_steps_fill_the_seconds(seconds, rounds, monkeypatch):
     best, drift = measuring.best_steps(torch.device("cpu"), 0, seconds)
     assert len(taken) == rounds * models and [found.step for found in best] == [11.0 - rounds] * models
     assert drift == pytest.approx((rounds - 1) / 2 / (10 - (rounds - 1) / 2))
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.0, 2), (0.081, 3), (60.0, 5)])
+def test_of_a_slow_model_fewer_steps_are_taken(share, steps, monkeypatch):
+    """All ranks take as many as the slowest has time for: a pair, watched and not, takes 10 ms here, 20 ms there."""
+    taken, sent = [], []
+
+    def step(bench, watch, watching):
+        taken.append(watching)
+        return 0.005
+
+    def gathered(values):
+        sent.append(values)
+        return [*values, *([0.02] if len(sent) == 1 else [])]
+
+    monkeypatch.setattr(measuring, "step_seconds", step)
+    monkeypatch.setattr(measuring, "gathered", gathered)
+    monkeypatch.setattr(measuring, "allow_tf32", lambda wanted: None)
+    bench = types.SimpleNamespace(device="cpu", config=types.SimpleNamespace(tf32=False), is_timed=True)
+    found = measuring.time_steps(bench, share)
+    watched = [isinstance(x, measuring.Stopwatch) for x in taken]
+    assert watched == [False, True] * (1 + steps) and len(found.whole) == steps
+    assert sent[0] == [0.01] and found.step == 0.005
 
 
 def test_a_long_front_is_thinned_by_limits_of_memory(monkeypatch):

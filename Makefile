@@ -170,13 +170,14 @@ combinations: $(READY)
 	$(PYTHON) benchmarks/combinations.py --json benchmarks/results/combinations.json
 	$(PYTHON) docs/make.py
 
-# Every fault on every grid, and every layout after another one: about 20 minutes. 2,000 random interruptions: an hour and a half.
+# Every fault on every grid, and every layout after another one: about 20 minutes. 2,000 random interruptions: two hours.
+# Where that is too long at once: make soak SOAK="--minutes 60", then SOAK="--more --minutes 60" until all are there.
 faults: $(TOOLS)
 	$(PYTHON) tests/proofs/fault_matrix.py --json benchmarks/results/faults.json
 	$(PYTHON) docs/make.py
 
 soak: $(TOOLS)
-	$(PYTHON) tests/proofs/soak.py --json benchmarks/results/soak.json
+	$(PYTHON) tests/proofs/soak.py --json benchmarks/results/soak.json $(SOAK)
 	$(PYTHON) docs/make.py
 
 # A storage that fails for a while under data, checkpoints, records and pictures: some 10 minutes. Needs a C compiler.

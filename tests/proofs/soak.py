@@ -1,12 +1,13 @@
 """Interrupt runs at random moments, many times: `make soak`, 2,000 interruptions in an hour and a half on two cores.
 
-    python tests/proofs/soak.py [--interruptions 2000] [--seed 0] [--rows 2] [--minutes 180] [--json FILE]
+    python tests/proofs/soak.py [--interruptions 2000] [--seed 0] [--rows 2] [--minutes 180] [--json FILE] [--more]
 
 A run is started, and after a random time something random happens to it: a signal; all of it, or one rank, is stopped
 for a while, or killed, at any moment or in a phase of the step, of a save, of a validation, of a picture; the disk is
 full, or lets nobody write; or slow, all the time. Then it is started again, until it is finished. In every other run
 the grid of ranks changes each time. Some of the runs are evaluated, and that is killed, too. Afterwards all must be as
 if nothing had happened. Rows of runs go side by side: the machine is busy, and nothing happens when one expects it.
+Where the time was too short, the record keeps what there was, and `make soak SOAK=--more` goes on with the next seed.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -42,6 +44,7 @@ from tests.proofs.injections import InPicture, InSave, killed  # noqa: E402
 from tests.proofs.interruptions import Grid, Ranks, check_equal, in_dtype, newest_iteration, worst_error  # noqa: E402
 from utils import spans  # noqa: E402
 from utils.checkpoint import store as checkpoint  # noqa: E402
+from utils.run.saving import commit  # noqa: E402
 
 SHARED = ("--shard=gradients",), ("--shard=weights",)
 HOME = [Grid(1), Grid(2), Grid(1, 2, 2), *(Grid(2, 1, 1, shared) for shared in SHARED)]
@@ -154,10 +157,17 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2, help="rows of runs that go side by side")
     parser.add_argument("--minutes", type=float, default=180, help="stop after this time")
     parser.add_argument("--json", type=Path, help="file for the record")
+    parser.add_argument("--more", action="store_true", help="add to the record, until --interruptions are in it")
     given = parser.parse_args()
+    if given.more and not (given.json and given.json.exists()):
+        parser.error("--more adds to the record of --json, and there is none")
     start = time.monotonic()
+    before = json.loads(given.json.read_text()) if given.more else {"parts": [], "happened": {}}
+    parts, at = before["parts"], commit()
+    left = given.interruptions - sum(part["interruptions"] for part in parts)
+    given.seed = max([given.seed, *(part["seed"] + 1 for part in parts)])
     rows = range(given.rows)
-    counts = [given.interruptions // given.rows + (i < given.interruptions % given.rows) for i in rows]
+    counts = [left // given.rows + (i < left % given.rows) for i in rows]
     seeds = [given.rows * given.seed + i for i in rows]
     with ProcessPoolExecutor(given.rows, get_context("spawn")) as pool:
         found = list(pool.map(partial(soak, end=start + 60 * given.minutes), counts, seeds))
@@ -165,13 +175,15 @@ def main() -> int:
     minutes, count = (time.monotonic() - start) / 60, happened.total()
     print(f"{count} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
     print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
-    if count < given.interruptions:
-        print(f"the time was up before {given.interruptions}: raise --minutes", file=sys.stderr)
-        return 1
+    figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "minutes": minutes}
+    parts.append({"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "commit": at, "seed": given.seed, **figures})
+    happened += Counter(before["happened"])
     if given.json:
-        figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "kinds": len(happened)}
-        write_record(given.json, figures | {"minutes": minutes}, {}, happened=dict(happened.most_common()))
-    return 0
+        totals = {name: sum(part[name] for part in parts) for name in figures} | {"kinds": len(happened)}
+        write_record(given.json, totals, {}, happened=dict(happened.most_common()), parts=parts)
+    if count < left:
+        print(f"the time was up {left - count} before {given.interruptions}: go on with --more", file=sys.stderr)
+    return int(count < left)
 
 
 def soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:

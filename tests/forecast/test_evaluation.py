@@ -178,6 +178,21 @@ def test_a_folder_that_is_gone_is_no_full_disk(tmp_path):
         store.keep(0, moments=np.zeros(1))
 
 
+def test_forecasts_of_two_shapes_are_not_added_up(tmp_path):
+    """NumPy would stretch an axis of 1 over one of 3."""
+    store = ForecastStore(tmp_path / "evaluation", 3)
+    store.open({})
+    for n in range(2):
+        store.keep(n, moments=np.zeros((3, 2)), lasting=np.zeros(1))
+    for other in np.zeros((1, 2)), np.zeros((3, 2), np.complex64):
+        store.keep(2, moments=other, lasting=np.zeros(1))
+        with pytest.raises(
+            ReadError, match=r"moments in .*/000002.npz is .*2\], and float64 \[3, 2\] in 000000.npz: rem"
+        ):
+            sum(store.all("moments"))
+    assert len(list(store.all("lasting"))) == 3
+
+
 def test_two_evaluations_do_not_share_a_folder(trained, tmp_path):
     evaluated(trained, tmp_path / "out", "--stride", "10")
     lines = []

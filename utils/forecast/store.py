@@ -104,8 +104,17 @@ class ForecastStore:
             ) from None
 
     def all(self, name: str) -> Iterator[np.ndarray]:
-        """Yield an array of each forecast, one after another."""
-        return (self.read(n, name) for n in range(self.forecasts))
+        """Yield an array of each forecast, one after another. Raises ReadError where one has not the first's shape."""
+        kind = None
+        for n in range(self.forecasts):
+            found = self.read(n, name)
+            kind = kind or (found.shape, found.dtype)
+            if (found.shape, found.dtype) != kind:
+                raise ReadError(
+                    f"{name} in {self._path(n)} is {found.dtype} {list(found.shape)}, and {kind[1]} {list(kind[0])} in "
+                    f"{self._path(0).name}: remove what is not of this evaluation, and the same command makes it"
+                )
+            yield found
 
     def _path(self, forecast: int) -> Path:
         return self.kept / f"{forecast:06d}.npz"

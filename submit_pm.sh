@@ -80,7 +80,7 @@ podman-hpc)
     # The container does not see the job's environment unless told to.
     container=(podman-hpc run --rm --workdir="$PWD" --volume="$PWD:$PWD" "${extra[@]}")
     for name in 'SLURM_*' 'NCCL_*' 'GLOO_*' 'FI_*' 'HDF5_*' 'OMP_*' 'TORCH*' 'PYTORCH_*' NVIDIA_TF32_OVERRIDE \
-        MASTER_ADDR_SUFFIX ENABLE_PROFILING NSYS_OUTPUT; do
+        'MLFLOW_*' LINKED_FILES MASTER_ADDR_SUFFIX ENABLE_PROFILING NSYS_OUTPUT; do
         container+=(--env="$name")
     done
     volume=--volume

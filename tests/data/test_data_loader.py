@@ -1,6 +1,8 @@
 """The loader: which samples, in which order, on which rank, with which values."""
 
 import copy
+import shutil
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -94,6 +96,18 @@ def test_normalising_uses_its_memory_again(tmp_path, dtype):
     data = weather(tmp_path)
     memory = [[x.data_ptr() for x in data.to_device(batch)[:2]] for batch in data.train_loader.epoch()]
     assert len(memory) > 1 and memory == memory[:1] * len(memory) and len(set(memory[0])) == 2
+
+
+def test_files_follow_by_the_year_that_their_names_end_in(tmp_path):
+    """A month in such digits is no year: those names follow by name, as all others."""
+    names = ["a1980", "1979", "b_1978", "era5_199912", "era5_200001", "late"]
+    write_data(tmp_path)
+    source = next((tmp_path / "valid").glob("*.h5"))
+    (tmp_path / "years").mkdir()
+    for name in names:
+        shutil.copy(source, tmp_path / f"years/{name}.h5")
+    found = [Path(path).stem for path in Files.open(tmp_path / "years").paths]
+    assert found == ["b_1978", "1979", "a1980", "era5_199912", "era5_200001", "late"]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -40,7 +40,7 @@ def widen(folder, count, places, names=None):
         (None, 5, [0, 1, 2], ["a", "b", "c", "d", "e"], "their places"),  # names, and nobody to ask for them
         (["a", "b", "c"], 5, [4, 0, 2], ["b", "x", "c", "y", "a"], "name"),
         (["a", "b", "c"], 3, [2, 1, 0], ["c", "b", "a"], "name"),
-        (["a", "b", "c"], 3, [0, 1, 2], ["k", "l", "m"], None),  # the same channels under other names
+        (["a", "b", "c"], 3, [0, 1, 2], ["k", "l", "m"], "their places: other names stand in"),
         (["a", "b", "c"], 3, [0, 1, 2], ["of", "another"], None),  # names of other statistics
     ],
 )
@@ -77,10 +77,12 @@ def test_of_more_channels_whose_names_nobody_knows(tmp_path, names, beside):
         opened(tmp_path)
 
 
-def test_by_name_a_channel_may_be_missing(tmp_path):
+@pytest.mark.parametrize("beside", [["a", "b", "k", "l"], ["b", "a", "k"]])
+def test_by_name_a_channel_may_be_missing(tmp_path, beside):
+    """Where some names are the same the places tell nothing."""
     write_data(tmp_path, names=["a", "b", "c"])
-    widen(tmp_path, 4, [0, 1, 2], ["a", "b", "k", "l"])
-    with pytest.raises(ValueError, match="holds no 'c', but a, b, k, l .*channels.txt.*prepare_data stats"):
+    widen(tmp_path, len(beside), [0, 1, 2], beside)
+    with pytest.raises(ValueError, match=f"holds no 'c', but {', '.join(beside)} .*channels.txt.*prepare_data stats"):
         opened(tmp_path)
 
 

@@ -577,6 +577,12 @@ def test_an_output_that_exists_or_cannot_be_written(tmp_path, capsys, monkeypatc
     assert "exists already; add --overwrite" in capsys.readouterr().err and same(read(out), before)
     assert main([path, "--out", str(out), "--channels", "t2m", "--overwrite"]) == 0
     assert read(out)["train/2000.h5"]["channel_names"] == ["t2m"]
+    (out / "notes.yaml").write_text("mine: {}\n")
+    assert main([path, "--out", str(out), "--overwrite"]) == 2 and "notes.yaml" in capsys.readouterr().err
+    (out / "notes.yaml").unlink()
+    again = [path, "--out", str(out), "--overwrite", "--valid_from=2001-01-02"]
+    assert main([*again, "--section=mine"]) == 0 and (out / "mine.yaml").exists()
+    assert main(again) == 0 and not (out / "mine.yaml").exists()
     (tmp_path / "file").write_text("")
     assert main([path, "--out", str(tmp_path / "file/below")]) == 2
     assert "cannot write" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,14 @@ def test_a_link_in_a_run(data, foreign, tmp_path, name):
         resume(data, foreign)
     assert "\n" not in str(error.value) and sorted(victim.rglob("*")) == before
     assert (victim / "file" if victim.is_dir() else victim).read_text() == "mine"
+
+
+def test_no_checkpoint_is_looked_at_elsewhere(foreign, tmp_path, capsys):
+    (foreign / "checkpoints").rename(tmp_path / "scratch")
+    put(foreign / "checkpoints", tmp_path / "scratch")
+    for source in foreign, foreign / "checkpoints/00000004-validated":
+        assert checkpoint_main(["inspect", str(source)]) == 2
+        assert re.search(OUT, capsys.readouterr().err)
 
 
 def test_a_link_that_stays_in_the_folder_and_one_that_is_trusted(data, foreign, tmp_path, monkeypatch):

@@ -52,9 +52,14 @@ def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> st
     return f"{folder}: wrote {total:,} weights after {info['iteration']} iterations to {out}"
 
 
+def run_of(source: Path) -> Path:
+    """Return the folder of a run that a path means: its own, or one of its checkpoints'."""
+    return source.parent.parent if source.parent.name == "checkpoints" else source
+
+
 def choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint that a path means, with its info. Raises ValueError."""
-    check_own(source.parent.parent if source.parent.name == "checkpoints" else source)
+    check_own(run_of(source))
     if is_name(source.name):
         return source, read_info(source)
     why = "give the folder of a run, or one of its checkpoints"

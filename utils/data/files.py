@@ -181,8 +181,8 @@ def _short(value) -> str:
 
 
 def _year_then_name(path: Path) -> tuple:
-    year = re.search(r"(\d{4})$", path.stem)
-    return (0, int(year[1]), path.stem) if year else (1, 0, path.stem)
+    year = re.search(r"(?<!\d)\d{4}$", path.stem)
+    return (0, int(year[0]), path.stem) if year else (1, 0, path.stem)
 
 
 def _read_head(path: Path) -> Files:

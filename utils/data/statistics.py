@@ -105,8 +105,10 @@ class Statistics:
                 f"{path} is of {count} channels, and which of them are {', '.join(wanted)} nobody says: name them all "
                 f"in {path.with_name(NAMES)}, a line each, or make statistics with `python -m utils.prepare_data stats`"
             )
-        if not self.are_named or names is None or (count == len(self.names) and not set(wanted) <= set(names)):
+        if not self.are_named or names is None:
             return list(self.used), None
+        if count == len(self.names) and not set(wanted) & set(names):
+            return list(self.used), f"their places: other names stand in {path.with_name(NAMES)}"
         for name in wanted:
             if name not in names:
                 raise ValueError(

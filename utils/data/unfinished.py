@@ -9,6 +9,8 @@ from pathlib import Path
 from utils.data.writer import DatasetWriter
 from utils.files import lock, write_text
 
+SECTION = "# A model of "  # a YAML file that was made with a data set begins with it
+
 
 class Unfinished:
     """A data set on its way to `out`: `new` is the folder in which it grows, `known` what an earlier run noted."""
@@ -115,15 +117,21 @@ def hidden(out: Path, overwrite: bool, size: int, remedy: str, request: list | N
 
 
 def check_new(out: Path, overwrite: bool) -> None:
-    """Raise ValueError if `out` exists, unless `overwrite` and it is a data set."""
+    """Raise ValueError if `out` exists, unless `overwrite` and it is a data set, with sections for it or without."""
     if not out.exists():
         return
     if not overwrite:
         raise ValueError(f"{out} exists already; add --overwrite to replace it, or give another --out")
     parts = {"train", "valid", "test", "stats"}
-    strangers = sorted({p.name for p in out.iterdir()} - parts) if out.is_dir() else [out.name]
+    strangers = [out.name]
+    if out.is_dir():
+        strangers = sorted(p.name for p in out.iterdir() if p.name not in parts and not _is_section(p))
     if strangers:
         raise ValueError(
             f"{out} holds {strangers[0]}, which is no part of a data set; --overwrite replaces only folders "
             "with train, valid, test and stats; give another --out"
         )
+
+
+def _is_section(path: Path) -> bool:
+    return path.suffix == ".yaml" and path.is_file() and path.read_bytes().startswith(SECTION.encode())

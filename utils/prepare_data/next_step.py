@@ -6,6 +6,8 @@ from shlex import quote
 
 import yaml
 
+from utils.data.unfinished import SECTION
+
 LAPTOP_TOKENS, BASE_TOKENS = 1024, 4096  # the most of an image; `base` has 4,050
 # As the demo's, whose 600 iterations take three minutes on two cores.
 LAPTOP = {"embed_dim": 128, "depth": 4, "num_heads": 8, "residual": True, "enable_fused": True, "num_iters": 300}
@@ -60,7 +62,7 @@ class NextStep:
         keys |= {"inf_data_path": f"{self.folder}/{test}"}
         keys |= {f"{name}_path": f"{self.folder}/stats/{name}.npy" for name in STATS}
         text = yaml.safe_dump({self.section: keys}, sort_keys=False, default_flow_style=None)
-        return f"# A model of {C} channels for 2 cores: `{self._command()}`\n{text}"
+        return f"{SECTION}{C} channels for 2 cores: `{self._command()}`\n{text}"
 
     def say(self) -> str:
         """Return what to do next."""

@@ -40,7 +40,7 @@ def rollout(
     states = {name: data.begun(name, first, numbers) for name in models}
     for _ in range(data.steps):
         with autocast(config, data.device):
-            forecasts = {name: model(states[name]).to(states[name].dtype) for name, model in models.items()}
+            forecasts = {name: model(states[name]).to(states[name].dtype, copy=True) for name, model in models.items()}
         truth, known = next(frames)  # a GPU computes the forecasts while the truth is copied
         states = {name: model.next_input(forecasts[name], known) for name, model in models.items()}
         yield truth, {"persistence": persistence} | {name: data.in_units(x) for name, x in forecasts.items()}
@@ -49,7 +49,7 @@ def rollout(
 def main(world: World, argv: list[str]) -> None:
     with all_ranks_agree():
         settings, config, info, remarks = load_evaluation(argv)
-        device = prepare(config, world.local_rank)
+        device = prepare(config, world.local_rank, trains=False)
         data = ForecastData(config, settings, device, info)
         models = load_forecasters(lambda config: build_model(config, data.fields, device), settings, config, info)
         for model in set(models.values()):

@@ -45,7 +45,8 @@ def load(
 
 def forecaster(trained: Trained, config: Config, device: torch.device) -> Forecaster:
     """Return a model on a device, ready to forecast."""
-    with torch.random.fork_rng(devices=[]):  # what the caller draws stays random
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    with torch.random.fork_rng(devices=gpus):  # what the caller draws stays random
         net = trained.fill(partial(build_model, config, trained.fields, device))
     if config.enable_jit:
         compile_modules(net, config.compile_modules, config.compile_mode)
@@ -55,7 +56,7 @@ def forecaster(trained: Trained, config: Config, device: torch.device) -> Foreca
 def main(world: World, argv: list[str]) -> None:
     with all_ranks_agree():
         settings, config, trained, remarks = load_outlook(argv)
-        device = prepare(config, world.local_rank)
+        device = prepare(config, world.local_rank, trains=False)
         model = forecaster(trained, config, device)
         data = InitialStates(settings, trained.fields, config.channel_names, device)
     with OutlookRun(settings, config, trained.about, data, ["model"], world, remarks) as run:

@@ -15,7 +15,7 @@ from utils.config.settings import Config, module_options
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on GPUs
 
 
-def check_compiler(config: Config, device: torch.device) -> None:
+def check_compiler(config: Config, device: torch.device, trains: bool = True) -> None:
     """Raise ValueError where the model or the optimiser is to be compiled, and cannot be so here."""
     asked, instead = "enable_jit", "take --no_enable_jit"
     if not config.enable_jit:
@@ -40,7 +40,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
         )
     recomputes = config.activation_checkpoint in ("step", "block")
     passes_again = config.accumulation_steps > 1 or config.longest_rollout > 1 or recomputes
-    if graph_mode and device.type == "cuda" and passes_again:
+    if graph_mode and device.type == "cuda" and trains and passes_again:
         raise ValueError(
             f"compile_mode {graph_mode} replays CUDA graphs, which overwrite gradients where a block runs "
             f"twice in a step: leave out --accumulation_steps, --rollout_steps and --activation_checkpoint=block or "

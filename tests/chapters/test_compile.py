@@ -1,6 +1,7 @@
 """Compilation: which modules, which modes, and the same losses."""
 
 import functools
+import itertools
 import os
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from utils.compiler import check_compiler, compile_modules
 from utils.config.reader import load_config
 from utils.config.settings import Config
 from utils.data.fields import Fields
+from utils.data.to_device import Normaliser
 from utils.device import pick_device
 
 
@@ -69,6 +71,7 @@ def test_graphs_of_the_compiler_allow_one_run_of_a_block_in_a_step():
         check_compiler(Config(**{**mode, **more, "compile_mode": "default"}), gpu)
         with pytest.raises(ValueError, match="overwrite gradients where a block runs twice"):
             check_compiler(Config(**mode, **more), gpu)
+        check_compiler(Config(**mode, **more), gpu, trains=False)  # a forecast has no gradients
 
 
 def test_graphs_of_the_compiler_are_refused_on_amd(monkeypatch):
@@ -214,3 +217,16 @@ def test_a_class_that_replays_graphs_is_checked_as_all_are():
         check_compiler(config, torch.device("cpu"))
     with pytest.raises(ValueError, match="compile_mode reduce-overhead replays CUDA graphs, which overwrite"):
         check_compiler(replace(config, accumulation_steps=2), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_samples_of_any_number_are_normalised_by_the_same_code(monkeypatch, dtype):
+    """Dynamo refuses a ninth entry for a function, and each length of forecasts brings other numbers of samples."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for channels in (1, 2, 3):
+        mean, std = torch.randn(1, channels, 1, 1), torch.rand(1, channels, 1, 1) + 0.5
+        compiled, plain = Normaliser(mean, std, compiled=True), Normaliser(mean, std)
+        for steps, samples in itertools.product((1, 2, 3, 4, 7), (1, 4, 5)):
+            x = torch.randn(steps, samples, channels, 4, 6)
+            found, expected = (normaliser(x.clone().to(dtype)) for normaliser in (compiled, plain))
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import train
 import train_mp
+from tests.data.test_forcings import write_constants
 from tests.helpers import ROOT, change_info, losses, records, resume_here, run_folder, run_here, tiny_flags
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint import weights
@@ -177,6 +179,41 @@ def test_other_data_are_refused(tiny):
     (tiny / "train/2002.h5").unlink()
     with pytest.raises(ValueError, match="was trained on 21 samples, and now there are 13: give the same data"):
         run_here([*argv, "--resume", "auto"])
+
+
+@pytest.mark.parametrize(
+    "other, what", [("statistics", "statistics"), ("names", "statistics"), ("constants", "channels beside")]
+)
+def test_data_of_another_meaning_are_refused(tiny, other, what):
+    """As many samples of the same shape, and yet what the weights learnt of them would no longer be true."""
+    argv = tiny_flags(tiny, *FLAGS, "--in_channels", "a", "b", "--out_channels", "a", "--channel_names", "a", "b", "c")
+    constants = write_constants(tiny)
+    argv += ["--constants", "lsm"] if other == "constants" else []
+    folder = run_here(argv)
+    shutil.rmtree(folder / "checkpoints/00000006-validated")
+    if other == "statistics":
+        np.save(tiny / "stats/global_means.npy", np.load(tiny / "stats/global_means.npy") + 1)
+    elif other == "constants":
+        write_constants(tiny, constants + 1)
+    else:
+        argv[-3:] = ["b", "a", "c"]
+    with pytest.raises(ValueError, match=f"was trained with other {what}.* than these data have: give those, or begin"):
+        run_here([*argv, "--resume", "auto"])
+
+
+def test_another_validation_has_its_own_best(tiny, caplog):
+    """A loss on other samples is no record to beat."""
+    argv = tiny_flags(tiny, *FLAGS)
+    folder = run_here(argv)
+    last = folder / "checkpoints/00000006-validated"
+    for more, valid in ([], 7), (["--limit_nsamples_val=3"], 3):
+        shutil.rmtree(last)
+        before = checkpoint.find(folder / "checkpoints")[0]
+        change_info(before, best={"loss": 1e-9, "name": before.name})
+        run_here([*argv, *more, "--resume", "auto"])
+        found = read_info(last)
+        assert found["valid_samples"] == valid and (found["best"]["name"] == last.name) == (valid == 3)
+    assert "Validation had 7 samples, and has 3: which checkpoint is best is found anew" in caplog.text
 
 
 def test_a_path_without_a_checkpoint_is_refused(tiny):

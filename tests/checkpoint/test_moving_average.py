@@ -96,7 +96,7 @@ def test_a_stop_during_its_validation_saves_the_weights_themselves(tiny):
 
     def stop_if_asked(saving, iteration, original=Saving.after_validation_batch):
         is_its_validation = saving.checkpointer.state.average.is_in_place
-        with mock.patch.object(saving.requests, "agree", lambda: (is_its_validation, False)):
+        with mock.patch.object(saving.requests, "agree", lambda kind: (is_its_validation, False)):
             original(saving, iteration)
 
     with mock.patch.object(Saving, "after_validation_batch", stop_if_asked), pytest.raises(Ended):

@@ -242,7 +242,8 @@ def test_a_flipped_bit_is_found_and_named(tiny, newest, file):
             read_info(newest)
             assert file == "__0_0.distcp"  # the others are found before anything is made of them
             everything = {
-                name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in checkpoint.metadata(newest).items()
+                name: torch.empty(x.size, dtype=x.properties.dtype)
+                for name, x in checkpoint.metadata(newest).state_dict_metadata.items()
             }
             checkpoint.load(newest, everything, alone=True)
     path.write_bytes(content)

@@ -137,6 +137,7 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {}", ["--amp_mode", "fp8"], ["amp_mode is 'fp8'", "none, fp16, bf16"]),
         ("base: {}", ["--img_size", "8"], ["two numbers"]),
         ("base: {}", ["--dropout", "1"], ["below 1"]),
+        ("base: {}", ["--clip_grad_norm", "0"], ["clip_grad_norm is 0", "or None"]),
     ],
 )
 def test_wrong_configuration_is_one_line_with_the_remedy(tmp_path, text, flags, words):
@@ -252,3 +253,19 @@ def test_a_flag_of_a_later_chapter_is_refused_with_its_script():
     with pytest.raises(ValueError, match="tensor_parallel is 2, and this script does not know it: run train_mp.py"):
         load("--tensor_parallel", "2")
     assert load_config(["--tensor_parallel", "2"], chapter=2)[0].tensor_parallel == 2
+
+
+@pytest.mark.parametrize(
+    "flags, remark",
+    [
+        (["--drop_path=0.1", "--depth=1"], "drop_path changes nothing without --depth above 1"),
+        (["--cp_attention=ulysses"], "cp_attention changes nothing without --context_parallel"),
+        (
+            ["--keep_checkpoints=3", "--checkpoint_every=None"],
+            "keep_checkpoints changes nothing without --checkpoint_every",
+        ),
+        (["--warmup=9", "--num_iters=8"], "warmup 9 is longer than num_iters 8: lr is never reached"),
+    ],
+)
+def test_what_changes_nothing_is_said(flags, remark):
+    assert remark in load_config(["--config=base", *flags], chapter=3)[1]

@@ -40,6 +40,21 @@ def test_the_rule_of_swin_v2_weather_on_the_20_channels():
     assert other == pytest.approx(0.01 / 0.505)
 
 
+def test_the_rule_knows_a_variable_by_any_of_its_names():
+    names = [
+        "10m_u_component_of_wind",
+        "2m_temperature",
+        "mean_sea_level_pressure",
+        "geopotential500",
+        "w850",
+        "tp",
+        "x",
+    ]
+    found = loss_weights(*weighted("--loss_channels", "auto", names=names))[:, 0, 0]
+    expected = np.array([0.1, 1, 0.1, 0.5, 0.85, 0.01, 0.01])
+    np.testing.assert_allclose(found, expected / expected.mean(), rtol=1e-12)
+
+
 def test_weights_by_hand():
     config, fields = weighted("--loss_channels", "u=3", "z500=0.5", "--loss_levels=pressure", "--loss_latitude")
     rows = np.cos(np.deg2rad(fields.latitude))

@@ -193,7 +193,7 @@ def test_a_stop_in_the_first_validation_leaves_nothing_to_go_on_from(tmp_path, m
     write_data(tmp_path)
     argv = tiny_flags(tmp_path, "--validate_first", "--resume=auto")
     with monkeypatch.context() as stopped, pytest.raises(Ended):
-        stopped.setattr("utils.ranks.stop.StopRequests.agree", lambda self: (True, False))
+        stopped.setattr("utils.ranks.stop.StopRequests.agree", lambda *_: (True, False))
         run_here(argv)
     folder = tmp_path / "runs/tiny/1GPU/00"
     assert not list(folder.glob("checkpoints/0*"))

@@ -1,5 +1,6 @@
 """From archives to training files: the same numbers, in bounded memory, all or nothing; and the check of a folder."""
 
+import errno
 import os
 import shutil
 import signal
@@ -308,21 +309,32 @@ def test_missing_values_are_counted_across_an_interruption(tmp_path, monkeypatch
     assert "missing values: 2 of t2m, filled" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fault", ["disk", "memory"])
+@pytest.mark.parametrize("fault", ["disk", "memory", "storage"])
 def test_what_is_no_fault_of_the_data_keeps_what_is_done(tmp_path, interrupted, monkeypatch, capsys, fault):
-    original = prepare_data.Archive.read
+    original, isel = prepare_data.Archive.read, xarray.DataArray.isel
 
     def fail(archive, first, *args):
-        if first >= 1000:
+        if first >= 1000 and fault != "storage":
             raise OSError(28, "No space left on device") if fault == "disk" else MemoryError
         return original(archive, first, *args)
 
+    class Stale:
+        @property
+        def values(self):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    def slow(values, at):
+        return Stale() if fault == "storage" and at["time"].start >= 1000 else isel(values, at)
+
     with monkeypatch.context() as patch:
         patch.setattr(prepare_data.Archive, "read", fail)
+        patch.setattr(xarray.DataArray, "isel", slow)
+        patch.setattr("utils.files.time.sleep", lambda seconds: None)
         assert main(interrupted) == 2
     error = capsys.readouterr().err
     assert "the same command goes on" in error and error.count("\n") == 1
-    assert ("lower --memory_gb" if fault == "memory" else "No space left") in error
+    told = {"memory": "lower --memory_gb", "disk": "No space left", "storage": "Stale file handle): see to its storage"}
+    assert told[fault] in error
     assert main(interrupted) == 0 and "1 file(s) are complete" in capsys.readouterr().out
 
 

@@ -50,7 +50,7 @@ def inspect(source: Path) -> str:
             f"torch {info['versions']['torch']}" + "".join(f"; {note}" for note in notes)
         )
         if folder == source:
-            lines += [f"  {name:60} {list(x.size)}" for name, x in metadata(folder).items()]
+            lines += [f"  {name:60} {list(x.size)}" for name, x in metadata(folder).state_dict_metadata.items()]
     return "\n".join(map(one_line, lines))  # texts of files stand in them
 
 

@@ -44,7 +44,7 @@ ENTRIES = {
     "skipped": is_count, "scaler": holds(), "train_samples": is_count, "best": _is_best, "files": _is_files,
     "layout": holds(ranks=is_count, tensor_parallel=is_count, context_parallel=is_count), "data": holds(),
     "written": is_number, "config": holds(num_iters=is_count, amp_mode=is_text), "versions": holds(torch=is_text),
-    "stacked": lambda x: x is None or list_of(is_text)(x),
+    "stacked": lambda x: x is None or list_of(is_text)(x), "valid_samples": lambda x: x is None or is_count(x),
 }  # fmt: skip
 
 

@@ -14,11 +14,11 @@ to torch.distributed.checkpoint with its place in the whole tensor (utils/checkp
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from utils.checkpoint import store as checkpoint
@@ -117,27 +117,28 @@ class TrainingState:
                 begins new ones.
         """
         self.copy_to_host()
-        there, generators = self._metadata(folder), self.generators()
+        known, generators = self._metadata(folder), self.generators()
+        there = known.state_dict_metadata
         restored = {f"random.{name}" for name in self.shared_generators} | (generators.keys() if same_ranks else set())
         # Of another kind of device a state has another size.
         restored = {name for name in restored if name in there and there[name].size == self.host[name].shape}
-        shards = self.shards()
-        checkpoint.load(folder, {n: x for n, x in shards.items() if n in restored or not n.startswith("random.")})
+        shards = {n: x for n, x in self.shards().items() if n in restored or not n.startswith("random.")}
+        checkpoint.load(folder, shards, known=known)
         for name, x in self.tensors().items():
             x.copy_(self.host[name])
         for name in restored:
             generators[name].set_state(self.host[name])
 
-    def _metadata(self, folder: Path) -> dict[str, Any]:
+    def _metadata(self, folder: Path) -> Metadata:
         """Return what a checkpoint holds. Raises Unreadable, on all ranks."""
-        error, there = None, {}
+        error = known = None
         try:
-            there = checkpoint.metadata(folder)
+            known = checkpoint.metadata(folder)
         except Unreadable as found:
             error = str(found)
         if error := first_message(error):
             raise Unreadable(error)
-        return there
+        return known
 
 
 def _parameter(name: str) -> str:

@@ -8,6 +8,7 @@ each slice of a tensor has a checksum in its record (other readers pass over it)
 import errno
 import io
 import math
+import os
 import pickle
 import stat
 import time
@@ -65,12 +66,21 @@ class Writer(dcp.FileSystemWriter):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads tensors whose slices are what their checksums say. Raises ValueError, with the tensor, where one is not."""
+    """Reads tensors whose slices are what their checksums say. Raises ValueError, with the tensor, where one is not.
+
+    Args:
+        known: dcp's description of the folder, where it was read before: that of many ranks' slices takes its time.
+    """
+
+    def __init__(self, folder: Path, known: described.Metadata | None = None):
+        super().__init__(folder)
+        self.known = known
 
     def read_metadata(self, *args: Any, **options: Any) -> described.Metadata:
-        path = Path(self.path)
-        check_regular(path / METADATA)
-        found = checked(unpickled((path / METADATA).read_bytes()), path)
+        path, found = Path(self.path), self.known
+        if found is None:
+            check_regular(path / METADATA)
+            found = checked(unpickled((path / METADATA).read_bytes()), path)
         found.storage_meta = described.StorageMeta(load_id=self.load_id)
         return found
 
@@ -145,7 +155,9 @@ def checked(found: Any, folder: Path) -> described.Metadata:
     are missing: each slice must lie in a file of this folder, and be as long as its numbers.
     """
     state = found.state
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if stat.S_ISREG(path.lstat().st_mode)}
+    with os.scandir(folder) as entries:
+        plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+        sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in plain}
     tensors = {name: _tensor(name, x.state) for name, x in state["state_dict_metadata"].items()}
     needed = {
         (name, chunk.offsets): math.prod(chunk.sizes) * tensor.properties.dtype.itemsize

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from utils.checkpoint.info import Unreadable, is_name, write_info
 from utils.checkpoint.storage import METADATA, Reader, Writer
@@ -86,23 +87,25 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def metadata(folder: Path) -> dict[str, Any]:
-    """Return dcp's description of each tensor, with `size` and `properties.dtype`, by name. Raises Unreadable."""
+def metadata(folder: Path) -> Metadata:
+    """Return dcp's description: of each tensor `size` and `properties.dtype`, where it lies. Raises Unreadable."""
     try:
-        return dict(patiently(Reader(folder).read_metadata).state_dict_metadata)
+        return patiently(Reader(folder).read_metadata)
     except FAILURES as error:  # a damaged file can raise anything
         raise Unreadable(f"{folder / METADATA}: {reason(error)}") from None
 
 
-def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
-    """Fill `shards` in place from a checkpoint of any grid; `alone`, on one process, with whole tensors.
+def load(folder: Path, shards: dict[str, Tensor], alone: bool = False, known: Metadata | None = None) -> None:
+    """Fill `shards` in place from a checkpoint of any grid, whose `metadata` may be known.
+
+    With `alone` one process fills whole tensors.
 
     Raises Unreadable, on all ranks, if it fails.
     """
 
     def load_once() -> None:
         try:
-            dcp.load(shards, storage_reader=Reader(folder), no_dist=alone)
+            dcp.load(shards, storage_reader=Reader(folder, known), no_dist=alone)
         except FAILURES as error:
             raise _cause(error) from None  # the same on all ranks
 
@@ -116,12 +119,13 @@ def load(folder: Path, shards: dict[str, Tensor], alone: bool = False) -> None:
 
 def read(folder: Path, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, whole, on one process. Raises Unreadable."""
-    found = {name: x for name, x in metadata(folder).items() if name.startswith(prefix)}
+    known = metadata(folder)
+    found = {name: x for name, x in known.state_dict_metadata.items() if name.startswith(prefix)}
     try:
         tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in found.items()}
     except RuntimeError as error:
         raise Unreadable(f"{folder / METADATA}: {first_line(error)}") from None
-    load(folder, tensors, alone=True)
+    load(folder, tensors, alone=True, known=known)
     return tensors
 
 

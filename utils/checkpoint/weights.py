@@ -35,8 +35,9 @@ def read_weights(folder: Path, kind: str = "model") -> dict[str, Tensor]:
 def export(source: Path, out: Path, best: bool = False, ema: bool = False) -> str:
     """Write the weights of a checkpoint, of a run the newest complete one or the best, to one file; or their average.
 
-    The file is that of `torch.save(model.state_dict())` on a single device: `torch.load(out, weights_only=True)`.
-    Returns a line that says so. Raises ValueError where there is no such checkpoint, or `out` cannot be written.
+    The file is that of `torch.save(model.state_dict())` on a single device: `torch.load(out, weights_only=True)`; one
+    that ends in .safetensors is safetensors'. Returns a line that says so. Raises ValueError where there is no such
+    checkpoint, or `out` cannot be written.
     """
     folder, info = choose(source, best)
     weights = read_weights(folder, "ema" if ema else "model")
@@ -78,7 +79,7 @@ def choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write tensors as safetensors does: a header in JSON, then the values. Raises ValueError where it is missing."""
+    """Write tensors as safetensors does: a header in JSON, then the values. Raises ValueError without that package."""
     path.write_bytes(_safetensors().save({name: x.contiguous() for name, x in tensors.items()}))
 
 

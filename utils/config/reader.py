@@ -16,8 +16,8 @@ from utils.config.settings import FIELDS, Config
 from utils.reading import read_text
 
 YAML_CONFIG = "config/ViT.yaml"
-# Keys of the tutorial's YAML files that nothing here needs: accepted, and said.
 LARGEST_YAML, MOST_VALUES = 2**24, 10**5  # bytes of a file; values of one, as often as aliases repeat them
+# Keys of the tutorial's YAML files that nothing here needs: accepted, and said.
 UNUSED_KEYS = ("wireup_info", "wireup_store")
 
 
@@ -276,18 +276,7 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             raise ValueError(f"{name} is {getattr(config, name)}, and this script does not know it: run {script}")
     noted = [name for name in UNUSED_KEYS if name in keys or name in flags]
     remarks = shortened + ([f"Keys accepted and not needed: {', '.join(noted)}"] if noted else [])
-    for flag, is_used, names in (
-        ("--enable_jit", config.enable_jit, ("compile_modules", "compile_mode")),
-        ("--num_data_workers", config.num_data_workers, ("read_depth",)),
-        ("--profile torch", config.profile != "none", ("profile_steps", "profile_ranks", "profile_stacks")),
-        ("--loss weighted", config.loss == "weighted", ("loss_channels", "loss_levels", "loss_latitude")),
-        ("--optimizer AdamW", config.optimizer == "AdamW", ("weight_decay",)),
-        ("--model_backend transformer-engine", config.model_backend != "pytorch", ("fp8",)),
-        ("--shard none", config.shard == "none", ("bucket_cap_mb", "disable_broadcast_buffers")),
-        ("--rollout_steps", config.rollout_steps != FIELDS["rollout_steps"].default, ("rollout_from",)),
-    ):
-        changed = (name for name in names if getattr(config, name) != FIELDS[name].default)
-        remarks += [f"{name} changes nothing without {flag}" for name in changed if not is_used]
+    remarks += _without_effect(config)
     if len(config.profile_steps) != 3 or config.profile_steps[-1] < 1:
         raise ValueError(
             f"profile_steps is {list(config.profile_steps)}: it takes three numbers, of steps to wait, to warm up, and "
@@ -302,6 +291,8 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
     if config.time_limit is not None and config.checkpoint_every is None:
         raise ValueError("time_limit stops a run after a checkpoint, and checkpoint_every is None: leave one out")
     check_image(config)
+    if config.clip_grad_norm == 0:
+        raise ValueError("clip_grad_norm is 0, and so would be all gradients: give a norm, or None to leave them alone")
     for name in ("dropout", "drop_path"):
         if getattr(config, name) >= 1:
             raise ValueError(f"{name} is {getattr(config, name)}: it takes a probability below 1")
@@ -311,6 +302,29 @@ def load_config(argv: list[str], chapter: int = 1) -> tuple[Config, list[str]]:
             remarks.append(moves_nothing(config.data_dir, f"no path of section {section!r} begins with /data"))
         config = moved
     return config, remarks
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Return remarks on keys that were set, and change nothing."""
+    remarks = []
+    for flag, is_used, names in (
+        ("--enable_jit", config.enable_jit, ("compile_modules", "compile_mode")),
+        ("--num_data_workers", config.num_data_workers, ("read_depth",)),
+        ("--profile torch", config.profile != "none", ("profile_steps", "profile_ranks", "profile_stacks")),
+        ("--loss weighted", config.loss == "weighted", ("loss_channels", "loss_levels", "loss_latitude")),
+        ("--optimizer AdamW", config.optimizer == "AdamW", ("weight_decay",)),
+        ("--model_backend transformer-engine", config.model_backend != "pytorch", ("fp8",)),
+        ("--shard none", config.shard == "none", ("bucket_cap_mb", "disable_broadcast_buffers")),
+        ("--depth above 1", config.depth > 1, ("drop_path",)),  # the first block has none
+        ("--context_parallel", config.context_parallel > 1, ("cp_attention", "cp_regather")),
+        ("--checkpoint_every", config.checkpoint_every is not None, ("keep_checkpoints",)),
+        ("--rollout_steps", config.rollout_steps != FIELDS["rollout_steps"].default, ("rollout_from",)),
+    ):
+        changed = (name for name in names if getattr(config, name) != FIELDS[name].default)
+        remarks += [f"{name} changes nothing without {flag}" for name in changed if not is_used]
+    if config.warmup > config.num_iters:
+        remarks.append(f"warmup {config.warmup} is longer than num_iters {config.num_iters}: lr is never reached")
+    return remarks
 
 
 def check_image(config: Config) -> None:

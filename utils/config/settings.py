@@ -138,7 +138,11 @@ class Keys:
     )
     dropout: float = key(0.0, "dropout probability: embedding, attention, projections, MLP", "training", at_least=0)
     drop_path: float = key(
-        0.0, "DropPath probability of the last block (linear in depth)", "training", at_least=0, same_forecast=True
+        0.0,
+        "DropPath probability of the last block; from 0 in the first one, linearly",
+        "training",
+        at_least=0,
+        same_forecast=True,
     )
     residual: bool = key(False, "forecast the change: x + net(x)", "training")
     conserve_mean: list[str] | None = key(None, "channels whose global mean a forecast keeps", "training")

@@ -47,8 +47,9 @@ class WeatherData:
         config, device = self.config, self.device
         if config.data_loader_config == "dali":
             check_dali()
-        self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path")
-        self.valid_files = Files.open(config.valid_data_path, "check --data_dir or --valid_data_path")
+        is_first = self.shard_id == 0
+        self.train_files = Files.open(config.train_data_path, "check --data_dir or --train_data_path", is_first)
+        self.valid_files = Files.open(config.valid_data_path, "check --data_dir or --valid_data_path", is_first)
         self.valid_files.check_same(self.train_files, "training and validation files must agree")
         steps = [files.step_seconds() for files in (self.train_files, self.valid_files)]
         if None not in steps and steps[0] != steps[1]:

@@ -217,6 +217,13 @@ class Fields:
         return field.double().cpu().numpy() * float(self.stds[c]) + float(self.means[c])
 
 
+def unlike(fields: Fields, known: dict[str, Any]) -> str | None:
+    """Return the first thing that a description of other fields has otherwise; None where there is none."""
+    here = fields.description
+    both = ((what, there, here.get(what)) for what, there in known.items())
+    return next((what for what, there, ours in both if None not in (there, ours) and there != ours), None)
+
+
 def check_names(names: list[str], units: list[str]) -> None:
     """Raise ValueError for what can stand in no line, and for a name that names no file: pictures have such names."""
     for name in names:

@@ -1,7 +1,8 @@
 """The training loss: weights of channels, of levels, of latitudes (`--loss weighted`), gradients (`--loss_gradient`).
 
 The rule `auto` is that of swin_v2_weather and Makani: 1 for the temperature at 2 m, 0.1 for the other fields near the
-ground, a thousandth of the pressure on levels in hPa, 0.01 for the rest.
+ground, a thousandth of the pressure on levels in hPa, 0.01 for the rest. (On levels theirs knows z, u, v, t, r and q;
+here others there count alike.)
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from utils.sphere import HorizontalGradient
 
 ROUNDED = 0.1  # of a step between two columns
 AUTO, PRESSURE = "auto", "pressure"
-NEAR_GROUND = ("u10m", "v10m", "u100m", "v100m", "u10", "v10", "u100", "v100", "sp", "msl", "tcwv")
+NEAR_GROUND = ("u10", "v10", "u100", "v100", "sp", "msl", "tcwv")
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -106,12 +107,10 @@ def loss_weights(config: Config, fields: Fields) -> np.ndarray:
 
 def _auto(names: list[str]) -> list[float]:
     def weight(name: str) -> float:
-        if name == "t2m":
-            return 1.0
-        if name in NEAR_GROUND:
-            return 0.1
-        level = variable(name).level
-        return 0.01 if level is None or name[0] not in "zuvtrq" else 0.001 * level
+        known = variable(name)
+        if known.level is not None:
+            return 0.001 * known.level
+        return 1.0 if known.short == "t2m" else 0.1 if known.short in NEAR_GROUND else 0.01
 
     return [weight(name) for name in names]
 

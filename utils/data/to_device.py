@@ -64,7 +64,7 @@ class Normaliser:
     """
 
     def __init__(self, mean: Tensor, std: Tensor, compiled: bool = False):
-        self.mean, self.std = mean, std
+        self.mean, self.std, self.compiled = mean, std, compiled
         self.compute = torch.compile(normalise, fullgraph=True, dynamic=False) if compiled else normalise
         self.casts: dict[torch.Size, Tensor] = {}  # kept: on a CPU, fresh memory costs more than the arithmetic
 
@@ -77,6 +77,9 @@ class Normaliser:
                     self.casts.clear()
                 self.casts[flat.shape] = self.mean.new_empty(flat.shape)
             out = self.casts[flat.shape]
+        if self.compiled:  # once for all numbers of samples: a forecast of more steps, or a validation, has another
+            for tensor in (flat, *([] if out is None else [out])):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return self.compute(flat, self.mean, self.std, out).view(x.shape)
 
 

@@ -49,6 +49,7 @@ UNITLESS = ("(0 - 1)", "~", "dimensionless", "fraction")  # archives' words for 
 class Variable:
     """What the name of a channel says."""
 
+    short: str | None  # ERA5's, without the level; None where none is known
     standard_name: str | None  # of the CF convention; None where there is none, or none is known
     long_name: str
     wb2: str | None  # WeatherBench's name, without the level
@@ -60,16 +61,16 @@ def variable(name: str) -> Variable:
     name_here = ALIASES.get(name, name)
     for short, (wb2, standard, words) in ALONE.items():
         if name_here in (short, wb2):
-            return Variable(standard, words, wb2, None)
+            return Variable(short, standard, words, wb2, None)
     if found := LEVEL.fullmatch(name_here):
         for short, (wb2, standard, words) in ON_LEVELS.items():
             if found[1] in (short, wb2):
-                return Variable(standard, f"{words} at {float(found[2]):g} hPa", wb2, float(found[2]))
+                return Variable(short, standard, f"{words} at {float(found[2]):g} hPa", wb2, float(found[2]))
     base, _, layer = name.rpartition("_")
     if layer in ("upper", "lower") and base in (*LAYERS, "psi"):
         _, standard, words = ON_LEVELS[LAYERS[base]] if base in LAYERS else STREAMFUNCTION
-        return Variable(standard, f"{words}, {layer} layer", None, None)
-    return Variable(None, name.replace("_", " "), None, None)
+        return Variable(None, standard, f"{words}, {layer} layer", None, None)
+    return Variable(None, None, name.replace("_", " "), None, None)
 
 
 def synonyms(name: str) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from utils.config.settings import Config
 from utils.data.batches import Batch, BatchReader, Reading, Samples
-from utils.data.fields import Fields
+from utils.data.fields import Fields, unlike
 from utils.data.files import Files
 from utils.data.forcings import ForcingFields
 from utils.data.frames import FrameReader, OpenFiles
@@ -154,18 +154,16 @@ class ForecastData(Forecasts):
 
     def _compare(self, trained: dict) -> None:
         """Raise ValueError where the training files held something else than these."""
-        here = self.fields.description
-        for what, there in trained.items():
-            if here[what] == there or None in (here[what], there):
-                continue
-            if what == "statistics":
-                raise ValueError(
-                    f"{self.config.global_means_path} and its neighbours are not the statistics that the model was "
-                    f"trained with: give those (--global_means_path, --global_stds_path, or --data_dir)"
-                )
+        what = unlike(self.fields, trained)
+        if what == "statistics":
             raise ValueError(
-                f"{self.files.paths[0]} has the {what} {here[what]}, and the model was trained on {there}: "
-                f"give files of the same kind (--inf_data_path)"
+                f"{self.config.global_means_path} and its neighbours are not the statistics that the model was "
+                f"trained with: give those (--global_means_path, --global_stds_path, or --data_dir)"
+            )
+        if what:
+            raise ValueError(
+                f"{self.files.paths[0]} has the {what} {self.fields.description[what]}, and the model was trained on "
+                f"{trained[what]}: give files of the same kind (--inf_data_path)"
             )
 
     def date(self, forecast: int, k: int = 0) -> str:

@@ -85,7 +85,7 @@ class Forecaster:
         x = self.beside.added(self.normalise(x), times)
         for k in range(steps):
             with self.precision():
-                forecast = self.net(x).to(x.dtype)
+                forecast = self.net(x).to(x.dtype, copy=True)  # a compiled one may lie where the next will
             yield self._given(self.in_units_of(forecast), like=state)
             if k + 1 < steps:
                 times = times + 3600 * self.step_hours

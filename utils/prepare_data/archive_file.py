@@ -15,7 +15,8 @@ import h5py
 import numpy as np
 
 from utils.data.hdf5 import check_links, items
-from utils.errors import first_line
+from utils.errors import ReadError, first_line
+from utils.files import patiently
 from utils.reading import check_kind, check_own
 
 if TYPE_CHECKING:
@@ -52,16 +53,18 @@ class Piece:
     def read(self, start: int, stop: int, levels: list[int | None]) -> np.ndarray:
         """Return steps `start` to `stop` of several levels, [T, L, H, W], rows from the north.
 
-        Raises ValueError for a damaged file.
+        Raises ReadError for a damaged file, and where its storage fails for longer than a moment.
         """
         at = {} if self.time_axis is None else {self.time_axis: slice(start, stop)}
         if levels[0] is not None:
             at["level"] = levels
         part = self.values.isel(at)  # a plain slice first: turned round later, it is still read in one stretch
         try:
-            values = part.values
+            values = patiently(lambda: part.values)
         except Exception as error:  # each engine has its own kinds
-            raise ValueError(f"{self.path} cannot be read ({first_line(error)}): copy it again") from None
+            raise ReadError(
+                f"{self.path} cannot be read ({first_line(error)}): see to its storage, or copy it again"
+            ) from None
         axes = [axis for axis in (self.time_axis, "level", "latitude", "longitude") if axis in part.dims]
         values = values.transpose([part.dims.index(axis) for axis in axes])
         values = values.reshape(-1, len(levels), *values.shape[-2:])

@@ -1,5 +1,6 @@
 """When a run stops before its end, and when it saves: signals and the clock. All ranks do after the same iteration."""
 
+import math
 import signal
 import time
 from datetime import timedelta
@@ -10,6 +11,9 @@ import torch.distributed as dist
 
 from utils.spans import communication
 
+# Gloo sends an answer round all ranks, one after another, twice: some 20 to 200 us for each of them. More ranks than
+# FEW ask less often than after every iteration: APART seconds for each rank.
+FEW, APART, LONG = 64, 1e-3, 10**9  # the last in us
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -29,6 +33,7 @@ class StopRequests:
         self.reason: str | None = None
         self.saved = time.monotonic()
         self.pending: tuple[dist.Work, torch.Tensor] | None = None
+        self.asked, self.calls, self.every, self.kind = time.monotonic(), 0, 1, ""  # when; calls since, until the next
         for number in SIGNALS:
             signal.signal(number, self._note)
 
@@ -37,19 +42,28 @@ class StopRequests:
             raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
 
-    def agree(self) -> tuple[bool, bool]:
+    def agree(self, kind: str = "") -> tuple[bool, bool]:
         """Return whether to stop, and whether to save: what the ranks said in the call before.
 
-        The answer travels while the next iteration computes.
+        The answer travels while the next iteration computes. With many ranks only some calls ask: of calls of a `kind`,
+        which take equally long, as many lie between as the slowest rank needs for their time.
         """
+        self.calls += 1
+        if self.calls < self.every and kind == self.kind:
+            return False, False
         stop, save = self._answer()
         now = time.monotonic()
+        took = (now - self.asked) / self.calls
         if save:
             self.saved = now
         if self.deadline is not None and now > self.deadline:
             self.reason = self.reason or "the time limit"
         due = self.save_seconds is not None and now > self.saved + self.save_seconds
-        said = torch.tensor([self.reason is not None, due and dist.get_rank() == 0], dtype=torch.int32)
+        microseconds = round(min(max(1e6 * took, 1), LONG))
+        if kind != self.kind:  # before were other calls: the next one asks, too
+            self.every, microseconds = 1, LONG
+        self.asked, self.calls, self.kind = now, 0, kind
+        said = torch.tensor([self.reason is not None, due and dist.get_rank() == 0, microseconds], dtype=torch.int32)
         self.pending = dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group, async_op=True), said
         return stop, save
 
@@ -63,6 +77,7 @@ class StopRequests:
 
     def agree_now(self) -> bool:
         """Return whether any rank was asked to stop so far; this waits for all ranks."""
+        self.calls = self.every
         self.agree()
         return self._answer()[0]
 
@@ -72,6 +87,8 @@ class StopRequests:
             return False, False
         (work, said), self.pending = self.pending, None
         work.wait()
+        ranks = dist.get_world_size(self.group)
+        self.every = 1 if ranks <= FEW else math.ceil(1e6 * APART * ranks / int(said[2]))
         return bool(said[0]), bool(said[1])
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from utils.checkpoint.background import Checkpointer
 from utils.checkpoint.info import Unreadable
 from utils.config.settings import Config, interval, seconds
 from utils.data.dataset import Job
+from utils.data.fields import unlike
 from utils.errors import NOT_SAVED, STOPPED, Ended, Refused
 from utils.observers import EpochRecord, Observer
 from utils.ranks.agree import all_ranks_agree, share_error
@@ -31,7 +32,7 @@ def resume(run: Any, found: RunFolder) -> tuple[Path, dict[str, Any]]:
 
     Raises Refused, on all ranks, where there is none, or it was trained on other data.
     """
-    samples = len(run.job.data.train_pairs)
+    samples, valid = len(run.job.data.train_pairs), len(run.job.data.valid_pairs)
     for path, info in found.checkpoints:
         if info is None:
             continue
@@ -39,6 +40,11 @@ def resume(run: Any, found: RunFolder) -> tuple[Path, dict[str, Any]]:
             share_error(
                 f"{found.path} was trained on {info['train_samples']} samples, and now there are {samples}: "
                 f"give the same data, or start another run with --resume none"
+            )
+        if what := unlike(run.job.data.fields, info["data"]):
+            share_error(
+                f"{found.path} was trained with other {what} than these data have: give those, or begin another run "
+                f"with its weights (--init_from)"
             )
         try:
             run.state.load(path, same_ranks=info["layout"] == layout(run.job))
@@ -50,6 +56,10 @@ def resume(run: Any, found: RunFolder) -> tuple[Path, dict[str, Any]]:
         if info["config"]["amp_mode"] == run.job.config.amp_mode and info["scaler"]:
             run.state.scaler.load_state_dict(info["scaler"])
         run.log("Resumed after %d iterations from %s", run.iteration, path)
+        if info.get("valid_samples") not in (None, valid):
+            before = info["valid_samples"]
+            run.log("Validation had %d samples, and has %d: which checkpoint is best is found anew", before, valid)
+            return path, NO_BEST
         return path, info["best"]
     raise Refused(f"no checkpoint of {found.path} can be read (out.log says why): start anew with --resume none")
 
@@ -68,6 +78,7 @@ def describe(run: Any) -> dict[str, Any]:
         "scaler": run.state.scaler.state_dict(),
         "layout": layout(run.job),
         "train_samples": len(data.train_pairs),
+        "valid_samples": len(data.valid_pairs),
         "data": data.fields.description,
         "config": dataclasses.asdict(config),
         "versions": {
@@ -143,13 +154,17 @@ class Saving(Observer):
     def after_step(self, iteration: int, left: int) -> None:
         """Save if it is time, but the last one of an epoch after its validation. Raises Ended as below."""
         self.is_due |= self.iterations is not None and iteration % self.iterations == 0
-        self.after_validation_batch(iteration)
+        self._stop_if_asked("step", iteration)
         if self.is_due and left:
             self._save()
 
     def after_validation_batch(self, iteration: int) -> None:
+        """Raise Ended as below."""
+        self._stop_if_asked("validation", iteration)
+
+    def _stop_if_asked(self, kind: str, iteration: int) -> None:
         """Save and raise Ended, on all ranks after the same iteration, where a signal or the clock stops the run."""
-        stop, save = self.requests.agree()
+        stop, save = self.requests.agree(kind)
         self.is_due |= save
         if stop:
             why = self.requests.reason or "a signal to another rank"

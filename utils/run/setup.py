@@ -12,11 +12,11 @@ from utils.optimizers import check_optimizer
 from utils.record.mlflow_board import check_tracker
 
 
-def prepare(config: Config, local_rank: int) -> torch.device:
-    """Return this rank's device, set up. Raises ValueError for what it cannot do."""
+def prepare(config: Config, local_rank: int, trains: bool = True) -> torch.device:
+    """Return this rank's device, set up to train or to forecast alone. Raises ValueError for what it cannot do."""
     device = pick_device(config.device, local_rank, config.expandable_segments)
     check_backend(config, device)
-    check_compiler(config, device)
+    check_compiler(config, device, trains)
     check_optimizer(config)
     check_tracker(config.tracker)
     if config.report:

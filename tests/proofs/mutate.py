@@ -65,14 +65,21 @@ def main(argv: list[str]) -> int:
     return 0 if seen and all(seen) else 1
 
 
+def arguments(root: Path, tests: str) -> list[str]:
+    """Return pytest's arguments for tests as a list names them: `checkpoint -k newest`. One file has that name."""
+    name, *options = shlex.split(tests)
+    name, _, test = name.partition(".py")
+    (path,) = (root / "tests").rglob(f"test_{name}.py")
+    return [f"{path}{test}", *options]
+
+
 def run_tests(copy: Path, tests: str) -> str | None:
     """Run tests on the changed code; return a line that shows that they saw the change, or None."""
-    file, *options = shlex.split(tests)
-    name, _, test = file.partition(".py")
-    (file,) = (f"{path}{test}" for path in (copy / "tests").rglob(f"test_{name}.py"))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--show-capture=no", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--show-capture=no"]
     try:
-        done = subprocess.run([*command, *options], cwd=copy, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [*command, *arguments(copy, tests)], cwd=copy, capture_output=True, text=True, timeout=120
+        )
     except subprocess.TimeoutExpired:
         return "the tests hang"
     if done.returncode > 1:

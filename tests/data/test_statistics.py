@@ -10,7 +10,7 @@ import evaluate
 from tests.forecast.evaluations import evaluated, flags
 from tests.helpers import call_here, losses, records, run_here, tiny_flags, write_data
 from utils.config.reader import load_config
-from utils.data.fields import Fields
+from utils.data.fields import Fields, unlike
 from utils.data.files import ERA5_CHANNELS, Files
 from utils.errors import Ended, ReadError
 from utils.forecast.trained import Trained
@@ -199,3 +199,11 @@ def test_a_stop_in_the_first_validation_leaves_nothing_to_go_on_from(tmp_path, m
     assert not list(folder.glob("checkpoints/0*"))
     assert "Stopped before the first step: there is nothing to go on from" in (folder / "out.log").read_text()
     assert [e["epoch"] for e in records(run_here(argv), "epoch")] == [0, 1, 2]
+
+
+def test_what_one_of_two_descriptions_does_not_know_is_no_difference(tmp_path):
+    """A later version may know more of its data."""
+    write_data(tmp_path)
+    found = opened(tmp_path)
+    assert unlike(found, found.description | {"season": "winter", "units": None}) is None
+    assert unlike(found, found.description | {"latitudes": [0, 1]}) == "latitudes"

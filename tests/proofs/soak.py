@@ -50,7 +50,8 @@ SHARED = ("--shard=gradients",), ("--shard=weights",)
 HOME = [Grid(1), Grid(2), Grid(1, 2, 2), *(Grid(2, 1, 1, shared) for shared in SHARED)]
 WANDERING = [Grid(1, 1, 1), Grid(2, 1, 1), Grid(1, 2, 1), Grid(1, 1, 2), Grid(1, 2, 2), Grid(2, 2, 1)]
 WANDERING += [Grid(2, 1, 1, SHARED[0]), Grid(1, 1, 2, SHARED[1]), Grid(2, 2, 1, SHARED[1])]
-FLAGS = ("--global_batch_size=2", "--num_iters=40", "--checkpoint_every=3", "--drop_path=0.1")
+# A rank that is killed before its neighbour knows it is missed after comm_timeout, which is less than a start may take.
+FLAGS = ("--global_batch_size=2", "--num_iters=40", "--checkpoint_every=3", "--drop_path=0.1", "--comm_timeout=2m")
 # 75 stopped and saved, 0 finished, 74 the last checkpoint was not written, 2 the folder could not be written to; before
 # training begins a signal ends a process as it ends any other.
 CODES = {0, 75, 74, 2, 1, *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))}

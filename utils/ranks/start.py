@@ -45,7 +45,7 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
         world = find_world(os.environ)
         wait = _longest_wait(load, argv)
         join(world, wait)
-        watch = Watch(wait)
+        watch = Watch(min(wait, JOINING))  # all are here: they say hello within seconds
         main(world, argv)
         code = 0
     except Ended as ended:

@@ -100,7 +100,7 @@ def test_a_run_that_stops_in_its_profiled_step(tiny):
 
     with (
         mock.patch.object(train, "forward_backward", one_step),
-        mock.patch("utils.ranks.stop.StopRequests.agree", lambda self: (len(steps) == 2, False)),
+        mock.patch("utils.ranks.stop.StopRequests.agree", lambda *_: (len(steps) == 2, False)),
         pytest.raises(Ended),
     ):
         run_here(argv)

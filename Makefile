@@ -38,7 +38,7 @@ help:
 	@sed -n 's/^# //p' Makefile | head -13
 
 demo: data/demo
-	$(PYTHON) train.py --config=demo
+	$(PYTHON) train.py --config=demo $(DEMO)
 	$(PYTHON) evaluate.py --checkpoint runs/demo/1GPU/00 --stride 4
 	@echo
 	@echo "Five days of forecast, a film:    runs/demo/1GPU/00/evaluation/pictures/forecast_vor_upper.gif"

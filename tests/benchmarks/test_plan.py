@@ -292,7 +292,7 @@ def command(folder, *more):
     return [sys.executable, "benchmarks/plan.py", *flags_for(folder), *more]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_from_end_to_end(tmp_path):
     """On 4 ranks: what it tells, its record, its picture, and that the command it gives is one that a run takes."""
     record = tmp_path / "plan.json"

@@ -18,7 +18,7 @@ from tests.helpers import ROOT, change_info, losses, records, resume_here, run_f
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint import weights
 from utils.checkpoint.__main__ import main as checkpoint_main
-from utils.checkpoint.info import read_info
+from utils.checkpoint.info import CHECKSUM, INFO, _checksum, read_info
 from utils.checkpoint.state import host_memory
 from utils.config.reader import load_config
 from utils.errors import Ended
@@ -214,6 +214,19 @@ def test_another_validation_has_its_own_best(tiny, caplog):
         found = read_info(last)
         assert found["valid_samples"] == valid and (found["best"]["name"] == last.name) == (valid == 3)
     assert "Validation had 7 samples, and has 3: which checkpoint is best is found anew" in caplog.text
+
+
+@pytest.mark.parametrize("format, absent", [(1, ("written", "stacked", "valid_samples")), (2, ("valid_samples",))])
+def test_what_earlier_versions_did_not_say(tiny, format, absent):
+    argv = tiny_flags(tiny, *FLAGS)
+    folder = run_here(argv)
+    whole, last = losses(folder), folder / "checkpoints/00000006-validated"
+    shutil.rmtree(last)
+    file = checkpoint.find(folder / "checkpoints")[0] / INFO
+    told = {name: x for name, x in read_info(file.parent).items() if name not in absent} | {"format": format}
+    file.write_text(json.dumps({**told, CHECKSUM: _checksum(told)}))
+    run_here([*argv, "--resume", "auto"])
+    assert losses(folder) == whole and read_info(last)["valid_samples"] == 7
 
 
 def test_a_path_without_a_checkpoint_is_refused(tiny):

@@ -17,6 +17,7 @@ def answered(*arguments, **how):
     return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, **how)
 
 
+@pytest.mark.nightly
 def test_memory_is_predicted_and_computed(tmp_path):
     """On tp 2 a rank needs more than half of one rank's memory; what was typed wrong is asked for again."""
     record = tmp_path / "new" / "quiz.jsonl"

@@ -28,7 +28,7 @@ def whole(tmp_path_factory) -> tuple[Path, Path, Path]:
     return folder, build(folder), run_folder(argv)
 
 
-WHEN = dict.fromkeys(["a run to go on with", "data", "checkpoints"], pytest.mark.slow)  # the others at night
+WHEN = {"checkpoints": pytest.mark.slow}  # the others at night
 
 
 @pytest.mark.parametrize(

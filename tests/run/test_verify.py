@@ -57,8 +57,11 @@ def run_all(tiny: Path, grid: str, number: str, faults: list[Observer], *flags: 
     return folder, [one.returncode for one in done], (folder / "out.log").read_text() + done[0].stderr
 
 
+MOST = "tp 2 x dp 2"  # the others at night
+
+
+@pytest.mark.parametrize("grid", [MOST, *(pytest.param(x, marks=pytest.mark.nightly) for x in GRIDS if x != MOST)])
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", GRIDS)
 def test_a_flipped_bit_on_one_rank_is_found_and_named(tiny, grid):
     """Within the number of steps that was asked for; and replicas that compute rightly agree to the last bit."""
     *_, wrong, others = GRIDS[grid]

@@ -77,7 +77,8 @@ def _read_info(folder: Path) -> dict[str, Any]:
     if format == FORMAT and known != found:
         raise Unreadable(f"{folder / INFO} has another checksum than when it was written")
     info.setdefault("written", folder.stat().st_mtime)  # seconds since 1970; the first format did not say
-    info.setdefault("stacked", None)  # it did not always say
+    for name in ("stacked", "valid_samples"):  # they did not always say
+        info.setdefault(name, None)
     for name, fits in ENTRIES.items():
         if name not in info or not fits(info[name]):
             raise Unreadable(f"{folder / INFO}: {name} is {str(info.get(name))[:80]!r}, which no run writes")

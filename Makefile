@@ -37,6 +37,7 @@ COMPILE = @env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m compileall -q -j 0 $(VENV
 help:
 	@sed -n 's/^# //p' Makefile | head -13
 
+# DEMO="--num_iters 300 --rollout_from 250" trains half as long.
 demo: data/demo
 	$(PYTHON) train.py --config=demo $(DEMO)
 	$(PYTHON) evaluate.py --checkpoint runs/demo/1GPU/00 --stride 4

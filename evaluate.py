@@ -40,6 +40,7 @@ def rollout(
     states = {name: data.begun(name, first, numbers) for name in models}
     for _ in range(data.steps):
         with autocast(config, data.device):
+            # Copies: what a compiled model returns may lie where its next forecast will.
             forecasts = {name: model(states[name]).to(states[name].dtype, copy=True) for name, model in models.items()}
         truth, known = next(frames)  # a GPU computes the forecasts while the truth is copied
         states = {name: model.next_input(forecasts[name], known) for name, model in models.items()}

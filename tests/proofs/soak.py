@@ -1,4 +1,4 @@
-"""Interrupt runs at random moments, many times: `make soak`, 2,000 interruptions in an hour and a half on two cores.
+"""Interrupt runs at random moments, many times: `make soak`, 2,000 interruptions in some two hours on two cores.
 
     python tests/proofs/soak.py [--interruptions 2000] [--seed 0] [--rows 2] [--minutes 180] [--json FILE] [--more]
 
@@ -160,12 +160,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the record")
     parser.add_argument("--more", action="store_true", help="add to the record, until --interruptions are in it")
     given = parser.parse_args()
-    if given.more and not (given.json and given.json.exists()):
-        parser.error("--more adds to the record of --json, and there is none")
-    start = time.monotonic()
-    before = json.loads(given.json.read_text()) if given.more else {"parts": [], "happened": {}}
-    parts, at = before["parts"], commit()
+    before = json.loads(given.json.read_text()) if given.more and given.json and given.json.exists() else {}
+    if given.more and "parts" not in before:
+        parser.error("--more adds to the record of --json, and there is none in parts: begin without it")
+    parts, at, start = before.get("parts", []), commit(), time.monotonic()
     left = given.interruptions - sum(part["interruptions"] for part in parts)
+    if left <= 0:
+        parser.error(f"{given.json} has {given.interruptions} interruptions: there are no --more to add")
     given.seed = max([given.seed, *(part["seed"] + 1 for part in parts)])
     rows = range(given.rows)
     counts = [left // given.rows + (i < left % given.rows) for i in rows]
@@ -178,7 +179,7 @@ def main() -> int:
     print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
     figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "minutes": minutes}
     parts.append({"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "commit": at, "seed": given.seed, **figures})
-    happened += Counter(before["happened"])
+    happened += Counter(before.get("happened"))
     if given.json:
         totals = {name: sum(part[name] for part in parts) for name in figures} | {"kinds": len(happened)}
         write_record(given.json, totals, {}, happened=dict(happened.most_common()), parts=parts)

@@ -56,8 +56,7 @@ def resume(run: Any, found: RunFolder) -> tuple[Path, dict[str, Any]]:
         if info["config"]["amp_mode"] == run.job.config.amp_mode and info["scaler"]:
             run.state.scaler.load_state_dict(info["scaler"])
         run.log("Resumed after %d iterations from %s", run.iteration, path)
-        if info.get("valid_samples") not in (None, valid):
-            before = info["valid_samples"]
+        if (before := info["valid_samples"]) not in (None, valid):
             run.log("Validation had %d samples, and has %d: which checkpoint is best is found anew", before, valid)
             return path, NO_BEST
         return path, info["best"]

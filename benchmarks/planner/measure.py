@@ -120,7 +120,7 @@ class Steps:
 
 
 def time_steps(bench: Bench, seconds: float) -> Steps:
-    """Take steps on all ranks at once, with and without a watch in turn: as many as fit, from two to STEPS of each."""
+    """Take steps on all ranks at once, with and without a watch in turn: as many as fit, from one to STEPS of each."""
     watch, watched, whole = Stopwatch(bench.device), [], []
     bench.is_timed = False
     allow_tf32(bench.config.tf32)
@@ -128,7 +128,7 @@ def time_steps(bench: Bench, seconds: float) -> Steps:
     # The first of each, which make room for what they need, tell how many fit; ranks take as many.
     first = step_seconds(bench, watch, unwatched) + step_seconds(bench, watch, watch)
     fitting = seconds / max(gathered([first])) - 1
-    for _ in range(round(min(max(fitting, 2), STEPS))):
+    for _ in range(round(min(max(fitting, 1), STEPS))):
         whole.append(step_seconds(bench, watch, unwatched))
         watch.seconds = []
         step_seconds(bench, watch, watch)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import plan
+from benchmarks.harness.command import errors_in_one_line
 from benchmarks.planner import machine as machines
 from benchmarks.planner import measure as measuring
 from benchmarks.planner.layouts import Layout, groups_of, is_taken, models, orders, parts_of, variants
@@ -34,14 +36,17 @@ from utils.ranks.world import find_world
 
 A100 = load_machine("perlmutter")
 NOTHING = frozenset()
+at_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LAYOUTS = [  # dp, and flags
-    (1, []), (2, ["--shard=none"]), (1, ["--activation_checkpoint=block"]), (1, ["--mlp_chunks=4"]),
-    (2, ["--tensor_parallel=2"]), (2, ["--tensor_parallel=2", "--no_sequence_parallel", "--activation_checkpoint=mlp"]),
+    (1, []), (2, ["--shard=none"]), (1, ["--activation_checkpoint=block"]),
     (1, ["--tensor_parallel=2", "--context_parallel=2", "--sp_regather", "--cp_regather"]),
+    (2, ["--tensor_parallel=2", "--shard=weights"]), (1, ["--rollout_steps=2", "--rollout_from=0"]),
+]  # fmt: skip
+MORE_LAYOUTS = [
+    (1, ["--mlp_chunks=4"]), (2, ["--tensor_parallel=2"]), (4, ["--shard=gradients"]), (4, ["--shard=weights"]),
+    (2, ["--tensor_parallel=2", "--no_sequence_parallel", "--activation_checkpoint=mlp"]),
     (2, ["--context_parallel=2", "--cp_attention=ulysses", "--accumulation_steps=2"]),
-    (4, ["--shard=gradients"]), (4, ["--shard=weights"]), (2, ["--tensor_parallel=2", "--shard=weights"]),
     (2, ["--context_parallel=2", "--shard=gradients", "--accumulation_steps=2"]),
-    (1, ["--rollout_steps=2", "--rollout_from=0"]),
 ]  # fmt: skip
 
 
@@ -57,7 +62,7 @@ def given(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dp, flags", LAYOUTS)
+@pytest.mark.parametrize("dp, flags", [*LAYOUTS, *(at_night(*x) for x in MORE_LAYOUTS)])
 def test_an_outlook_is_that_of_the_whole_model(tmp_path, dp, flags):
     """From two traces of one block: what one trace of all blocks computes, sends and holds."""
     argv = flags_for(tmp_path, *flags)
@@ -328,9 +333,11 @@ def test_a_plan_from_end_to_end(tmp_path):
         (["--machine", "perlmutter", "--ranks", "1", "--embed_dim=32768", "--depth=64"], "take more ranks"),
     ],
 )
-def test_errors_are_one_line(tmp_path, more, told):
-    done = subprocess.run(command(tmp_path, *more), cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr
+def test_errors_are_one_line(tmp_path, capsys, more, told):
+    with pytest.raises(SystemExit) as end, errors_in_one_line():
+        plan.main([*flags_for(tmp_path), *more])
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and told in shown and shown.count("\n") == 1, shown
 
 
 def test_what_cannot_be_known_is_said(tmp_path):

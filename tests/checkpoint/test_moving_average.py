@@ -1,5 +1,6 @@
 """The moving average of the weights: what it is, on every grid; in checkpoints, in validation, after a restart."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from utils.config.reader import load_config
 from utils.errors import Ended
 from utils.run.saving import Saving
 
+at_night = partial(pytest.param, marks=pytest.mark.nightly)
 DECAY = 0.4  # reached after five steps: (1 + t) / (10 + t)
 AVERAGED = ["--ema_decay", str(DECAY), "--num_iters", "8", "--checkpoint_every", "1", "--keep_checkpoints", "99"]
 GRIDS = {
@@ -43,7 +45,7 @@ def average_by_hand(argv, folder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", ["1GPU", at_night("2GPU"), at_night("2MP"), "4MP"])
 def test_it_is_the_average_of_the_weights_on_every_grid(tiny, name):
     ranks, script, grid = GRIDS[name]
     argv = tiny_flags(tiny, *AVERAGED)

@@ -62,7 +62,7 @@ def expected(tp, cp, sequence_parallel, regather, ulysses, amp):
     return +found
 
 
-@pytest.mark.parametrize("amp", ["none", "bf16", "fp16"])
+@pytest.mark.parametrize("amp", ["none", pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
 @pytest.mark.parametrize(
     "tp, cp, sequence_parallel, regather, ulysses",
     [

@@ -1,8 +1,5 @@
 """The exercises: solutions are right, empty forms say where to begin, and what people answer gets its hint."""
 
-import subprocess
-import sys
-
 import pytest
 
 from exercises import check
@@ -101,9 +98,9 @@ def test_each_has_hints_and_minutes(capsys):
         (None, "cannot read"), ("\0", "is not Python"),
     ],
 )  # fmt: skip
-def test_nothing_to_check(tmp_path, text, told):
+def test_nothing_to_check(tmp_path, capsys, text, told):
     path = tmp_path / "mine.py"
     if text is not None:
         path.write_text(text)
-    done = subprocess.run([sys.executable, str(FOLDER / "check.py"), str(path)], capture_output=True, text=True)
-    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    code, shown = checked(path, capsys)
+    assert code == 2 and told in shown and shown.count("\n") == 1, shown

@@ -1,11 +1,13 @@
 """The quiz: it asks first, finds out, and keeps both."""
 
+import io
 import json
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks.harness.command import errors_in_one_line
 from exercises import quiz
 from tests.helpers import ROOT, clean_environment
 
@@ -36,9 +38,12 @@ def test_memory_is_predicted_and_computed(tmp_path):
         (["tp2", "--answers", "-1"], "is no number above 0"), (["tp2"], "nobody answers: give --answers"),
     ],
 )  # fmt: skip
-def test_errors_are_one_line(tmp_path, arguments, told):
-    done = answered(*arguments, "--json", str(tmp_path / "quiz.jsonl"), stdin=subprocess.DEVNULL)
-    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr
+def test_errors_are_one_line(tmp_path, capsys, monkeypatch, arguments, told):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(SystemExit) as end, errors_in_one_line():
+        quiz.main([*arguments, "--json", str(tmp_path / "quiz.jsonl")])
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and told in shown and shown.count("\n") == 1, shown
     assert not (tmp_path / "quiz.jsonl").exists()
 
 

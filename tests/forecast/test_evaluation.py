@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -41,6 +42,7 @@ from utils.forecast.settings import Evaluation, load_evaluation
 from utils.forecast.store import ForecastStore
 from utils.run.folder import lock_run
 
+at_night = partial(pytest.param, marks=pytest.mark.nightly)
 SIZE = 2 * 4 * 3 * 16 * 32 * 4 / 1e9  # GB of a forecast: models, steps, channels, rows, columns, bytes
 
 
@@ -106,8 +108,8 @@ def test_a_folder_of_something_else_is_left_alone(trained, tmp_path):
 @pytest.mark.parametrize(
     "kind, size, full",
     [
-        ("zarr", "100k", "before"), ("zarr", "800k", "meanwhile"), ("netcdf", "400k", "meanwhile"),
-        ("none", "100k", "meanwhile"), ("none", "400k", "pictures"), ("none", "1000k", "TensorBoard"),
+        ("zarr", "800k", "meanwhile"), ("netcdf", "400k", "meanwhile"), ("none", "1000k", "TensorBoard"),
+        at_night("zarr", "100k", "before"), at_night("none", "100k", "meanwhile"), at_night("none", "400k", "pictures"),
     ],
 )  # fmt: skip
 @pytest.mark.slow

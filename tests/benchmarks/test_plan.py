@@ -119,7 +119,7 @@ def test_parts_of_a_batch(tmp_path):
     assert list(parts_of(local, NOTHING, 64)) == [(2, 8)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_train_mp_refuses_is_not_offered(tmp_path):
     """Whatever else the flags say: sharing out with a model compiled as one, or an optimiser of whole weights."""
     for flags, refused in (
@@ -364,7 +364,7 @@ def on_ranks(folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_is_measured_by_its_ranks(tmp_path):
     """Two of them. What is measured is a machine's file, and the planner takes it."""
     for done in run_ranks(2, on_ranks, tmp_path):

@@ -140,7 +140,7 @@ def predictions() -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_published_steps_are_as_predicted():
     """The median within 10%, the worst within 20%, without the one that the machine's file was calibrated on."""
     found = predictions()
@@ -150,7 +150,7 @@ def test_published_steps_are_as_predicted():
     assert abs(errors["base, bf16"]) < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_published_memory_is_as_predicted():
     """Within 10%, but of two runs, which held a sixth more: what, their logs do not tell."""
     for name, row in predictions().items():

@@ -211,7 +211,7 @@ def study(folder, *flags):
     return subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_study_from_end_to_end(tmp_path):
     done = study(tmp_path, "--sections", "demo", "--machine", "perlmutter", "--ranks", "1", "2", "--rollout_steps=1")
     assert done.returncode == 0, done.stderr

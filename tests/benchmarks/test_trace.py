@@ -110,7 +110,7 @@ def on_real_ranks(folder):
             assert sum(found.peak.values()) == pytest.approx(peak, rel=0.1), flags
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_real_ranks_do_what_the_trace_says(tmp_path):
     for done in run_ranks(4, on_real_ranks, tmp_path):
         assert done.returncode == 0, done.stderr

@@ -390,7 +390,7 @@ def test_noddp_lets_the_ranks_drift(tmp_path):
     assert max(abs(a - b) for a, b in zip(losses(many), losses(one))) > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not ERA5.exists(), reason="the ERA5 sample is not beside this checkout")
 def test_real_era5_beats_persistence_early(tmp_path):
     argv = ["--config", "era5_djf", "--expdir", str(tmp_path), "--num_iters", "50", "--no_enable_fused"]

@@ -188,7 +188,7 @@ def test_mappings_on_two_ranks():
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mappings_compile_into_one_graph():
     for done in run_ranks(2, on_two_ranks, check_graph):
         assert done.returncode == 0, done.stderr

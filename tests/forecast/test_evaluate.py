@@ -149,7 +149,7 @@ def test_spectra_add_up_to_the_mean_square(trained, result):
     np.testing.assert_allclose(skill["spectra"]["truth"]["u"][0][3], third.mean(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, ranks):
     _, skill = result
     out = tmp_path / "out"

@@ -29,7 +29,7 @@ at_night = partial(pytest.param, marks=pytest.mark.nightly)
     "case, ranks, script, flags, bound, words",
     [
         ("slow disk", 1, "train.py", LIGHT, "reading", "--num_data_workers"),
-        ("slow copies", 1, "train.py", LIGHT, "copying", "--enable_jit"),
+        at_night("slow copies", 1, "train.py", LIGHT, "copying", "--enable_jit"),
         ("slow launches", 1, "train.py", LIGHT, "launching", "--enable_jit"),
         ("nothing", 1, "train.py", HEAVY, "computing", "bf16" if has_bf16(torch.device("cpu")) else "--enable_jit"),
         ("slow rank", 2, "train.py", LIGHT, SLOWEST, f"rank 1, on {platform.node()}, "),

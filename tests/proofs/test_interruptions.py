@@ -30,7 +30,7 @@ from utils.run.saving import Saving
 LOST = "00000008 was not written ("
 CASES = [
     pytest.param(
-        name, list(GRIDS)[i % len(GRIDS)], marks=pytest.mark.nightly if i % 5 else [pytest.mark.slow] * (i > 0)
+        name, list(GRIDS)[i % len(GRIDS)], marks=pytest.mark.nightly if i % 6 else [pytest.mark.slow] * (i > 0)
     )
     for i, name in enumerate(FAULTS)
 ]

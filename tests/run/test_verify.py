@@ -139,7 +139,7 @@ def test_a_bit_of_what_is_compared(tiny):
     assert (folder / "out.log").read_text().count(told) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_where_there_is_no_replica_it_is_said(tiny):
     folder = run_here(tiny_flags(tiny, "--verify_every=1"))
     said = "verify_every compares nothing: no two ranks hold the same weights"

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import json
@@ -29,6 +28,7 @@ from benchmarks.planner.predict import Clock, Group, Links, shown, tail
 from benchmarks.planner.ranking import bytes_of_sample, front, outlook_of, outlooks, sketches
 from benchmarks.planner.trace import trace
 from tests.helpers import ROOT, clean_environment, run_ranks, tiny_flags
+from tests.marks import at_night
 from utils.config.reader import load_config
 from utils.measure.operations import Operation
 from utils.ranks.start import join
@@ -36,7 +36,6 @@ from utils.ranks.world import find_world
 
 A100 = load_machine("perlmutter")
 NOTHING = frozenset()
-at_night = functools.partial(pytest.param, marks=pytest.mark.nightly)
 LAYOUTS = [  # dp, and flags
     (1, []), (2, ["--shard=none"]), (1, ["--activation_checkpoint=block"]),
     (1, ["--tensor_parallel=2", "--context_parallel=2", "--sp_regather", "--cp_regather"]),

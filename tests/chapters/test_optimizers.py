@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.helpers import resume_here, tiny_flags, write_data
+from tests.marks import at_night
 from utils.compiler import check_compiler
 from utils.config.reader import load_config
 from utils.config.settings import Config
@@ -56,7 +57,7 @@ def test_adamw_shrinks_weights():
     torch.testing.assert_close(shrunk, drawn * (1 - 0.5 * 0.1))
 
 
-@pytest.mark.parametrize("name", [*KEPT][:-1] + [pytest.param("Adam8bit", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adafactor", at_night("Adam8bit")])
 def test_a_run_that_goes_on_is_the_same_run(tmp_path, name):
     """To the bit, from a checkpoint in its middle; an average of weights and skipped steps are kept, too."""
     folder = write_data(tmp_path)

@@ -1,6 +1,5 @@
 """The moving average of the weights: what it is, on every grid; in checkpoints, in validation, after a restart."""
 
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 import train
 from tests.helpers import ROOT, losses, records, run_folder, run_here, run_ranks, tiny_flags
+from tests.marks import at_night
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint import weights as weights_file
 from utils.checkpoint.__main__ import main as checkpoint_main
@@ -15,7 +15,6 @@ from utils.config.reader import load_config
 from utils.errors import Ended
 from utils.run.saving import Saving
 
-at_night = partial(pytest.param, marks=pytest.mark.nightly)
 DECAY = 0.4  # reached after five steps: (1 + t) / (10 + t)
 AVERAGED = ["--ema_decay", str(DECAY), "--num_iters", "8", "--checkpoint_every", "1", "--keep_checkpoints", "99"]
 GRIDS = {

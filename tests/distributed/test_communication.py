@@ -15,6 +15,7 @@ from distributed.helpers import TensorParallelGradients, share_loss
 from distributed.parallelize import is_sequence_parallel, parallelize, shard_tokens
 from networks.vit import ViT
 from tests.helpers import ROOT, group_of_one, tiny_flags
+from tests.marks import at_night
 from train import data_parallel, forward_backward
 from train_mp import make_step
 from utils.comm import Grid
@@ -62,7 +63,7 @@ def expected(tp, cp, sequence_parallel, regather, ulysses, amp):
     return +found
 
 
-@pytest.mark.parametrize("amp", ["none", pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
+@pytest.mark.parametrize("amp", ["none", at_night("bf16"), "fp16"])
 @pytest.mark.parametrize(
     "tp, cp, sequence_parallel, regather, ulysses",
     [
@@ -131,9 +132,9 @@ def test_groups_of_heads_are_gathered_in_time(tmp_path):
     assert peaks[0] - peaks[1] > 0.5 * 2 * 512 * 64 * 4  # of the bytes of k and v of all heads
 
 
-@pytest.mark.parametrize("amp", ["none", pytest.param("bf16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("amp", ["none", at_night("bf16")])
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("tp, cp", [(1, 2), pytest.param(1, 4, marks=pytest.mark.nightly), (2, 2)])
+@pytest.mark.parametrize("tp, cp", [(1, 2), at_night(1, 4), (2, 2)])
 def test_borders_cost_what_the_formula_says(tmp_path, tp, cp, steps, amp):
     """Rank 0 has the northernmost rows: a border of `overlap` rows, which 2 shards send to each other.
 

@@ -22,6 +22,7 @@ import evaluate
 from networks.vit import ViT
 from tests.forecast.evaluations import NAMES, evaluated, flags, row_weights, truth, write_climatology
 from tests.helpers import ROOT, STEP, call_here, clean_environment, fields, run_here, run_ranks, tiny_flags, write_file
+from tests.marks import at_night
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.weights import choose, export, read_weights
 
@@ -149,7 +150,7 @@ def test_spectra_add_up_to_the_mean_square(trained, result):
     np.testing.assert_allclose(skill["spectra"]["truth"]["u"][0][3], third.mean(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [2, at_night(4)])
 def test_ranks_share_the_forecasts_and_find_the_same(trained, result, tmp_path, ranks):
     _, skill = result
     out = tmp_path / "out"

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -29,6 +28,7 @@ from tests.helpers import (
     tiny_flags,
     write_file,
 )
+from tests.marks import at_night
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.info import read_info
 from utils.checkpoint.weights import export
@@ -42,7 +42,6 @@ from utils.forecast.settings import Evaluation, load_evaluation
 from utils.forecast.store import ForecastStore
 from utils.run.folder import lock_run
 
-at_night = partial(pytest.param, marks=pytest.mark.nightly)
 SIZE = 2 * 4 * 3 * 16 * 32 * 4 / 1e9  # GB of a forecast: models, steps, channels, rows, columns, bytes
 
 

@@ -4,13 +4,13 @@ import dataclasses
 import json
 import platform
 import re
-from functools import partial
 
 import pytest
 import torch
 
 from networks.vit import ViT
 from tests.helpers import run_folder, run_here, run_ranks, tiny_flags
+from tests.marks import at_night
 from tests.measure.slowed import run_slowed
 from utils.config.settings import Config
 from utils.device import has_bf16
@@ -22,7 +22,6 @@ LIGHT = ["--num_iters", "6", "--report", "--checkpoint_every", "None"]
 SLOWEST = "waiting for the slowest rank"
 HEAVY = [*LIGHT, "--embed_dim", "256", "--patch_size", "2", "--num_heads", "4"]
 TP, NO_SP = "--tensor_parallel=2", "--no_sequence_parallel"
-at_night = partial(pytest.param, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 import train
 import train_mp
 from tests.helpers import losses, run_folder, run_here, run_ranks, tiny_flags
+from tests.marks import at_night
 from utils.checkpoint import store as checkpoint
 from utils.observers import Observer
 from utils.run.run import Run
@@ -60,7 +61,7 @@ def run_all(tiny: Path, grid: str, number: str, faults: list[Observer], *flags: 
 MOST = "tp 2 x dp 2"  # the others at night
 
 
-@pytest.mark.parametrize("grid", [MOST, *(pytest.param(x, marks=pytest.mark.nightly) for x in GRIDS if x != MOST)])
+@pytest.mark.parametrize("grid", [MOST, *(at_night(x) for x in GRIDS if x != MOST)])
 @pytest.mark.slow
 def test_a_flipped_bit_on_one_rank_is_found_and_named(tiny, grid):
     """Within the number of steps that was asked for; and replicas that compute rightly agree to the last bit."""

@@ -103,7 +103,7 @@ class Maps:
         canvas.draw()  # lays all out
         figure.set_layout_engine("none")
 
-        # What stays is drawn once; on it, for each frame, what moves: that takes a third of the time.
+        # What stays is drawn once; on it, for each frame, what moves: that takes a quarter of the time.
         moving = [*images, *titles, *(spine for one in axes for spine in one.spines.values())]
         for artist in moving:
             artist.set_animated(True)

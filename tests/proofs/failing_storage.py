@@ -95,6 +95,7 @@ def case(folder: Path, library: Path, whole: Path, target: str, kind: str, time:
     Raises AssertionError where it did not end as it should, or what is there in the end is not as without a fault.
     """
     name = f"{target}-{kind}-{time}".replace(" ", "-")
+    count = folder / f"{name}.count"
     # A call that a signal interrupts is repeated: all of them would never end.
     argv, switch = tiny_flags(folder, *SHOWN, "--run_num", name), folder / f"{name}.switch"
     run, (where, calls), (every, *when) = run_folder(argv), TARGETS[target], TIMES[time]
@@ -105,8 +106,10 @@ def case(folder: Path, library: Path, whole: Path, target: str, kind: str, time:
     done = trained(
         argv, switch, tuple(when), LD_PRELOAD=str(library), FAILING_PATH=str(folder / where.format(run=run)),
         FAILING_WITH=kind, FAILING_CALLS=calls, FAILING_EVERY=str(every), FAILING_SWITCH=str(switch),
+        FAILING_COUNT=str(count),
     )  # fmt: skip
     told = done.stderr + done.stdout
+    assert count.exists(), f"{name}: no call failed"
     assert done.returncode in CODES and "Traceback" not in told, f"{name}: {done.returncode}\n{told}"
     switch.unlink(missing_ok=True)
     errors = [line for line in told.splitlines() if " ERROR " in line or ": error: " in line]

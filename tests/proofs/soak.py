@@ -52,9 +52,13 @@ WANDERING = [Grid(1, 1, 1), Grid(2, 1, 1), Grid(1, 2, 1), Grid(1, 1, 2), Grid(1,
 WANDERING += [Grid(2, 1, 1, SHARED[0]), Grid(1, 1, 2, SHARED[1]), Grid(2, 2, 1, SHARED[1])]
 # A rank that is killed before its neighbour knows it is missed after comm_timeout, which is less than a start may take.
 FLAGS = ("--global_batch_size=2", "--num_iters=40", "--checkpoint_every=3", "--drop_path=0.1", "--comm_timeout=2m")
-# 75 stopped and saved, 0 finished, 74 the last checkpoint was not written, 2 the folder could not be written to; before
-# training begins a signal ends a process as it ends any other.
-CODES = {0, 75, 74, 2, 1, *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))}
+# What the processes may end with, beside 0, by what happened. 75: stopped and saved; 74: the last checkpoint was not
+# written; 2: the folder could not be written to; 1: another rank is gone. Before training begins a signal ends a
+# process as it ends any other.
+ENDS = {
+    "TERM": {75, -signal.SIGTERM, 1}, "USR1": {75, -signal.SIGUSR1, 1}, "INT": {75, -signal.SIGINT, 1},
+    "KILL": {-signal.SIGKILL, 1}, "disk": {74, 2},
+}  # fmt: skip
 PHASES = ("data wait", "data copy", "forward", "backward", "communication", "optimizer", "checkpoint", "validation")
 PHASES += ("logging",)  # of records
 
@@ -267,6 +271,7 @@ def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> list
             faults.append(InPicture(dice.randrange(1, 3)))
         if dice.random() < 0.2:
             faults.append(SlowDisk(dice.randrange(1000)))
+        known, told = len(happened), len(log.read_text()) if log.exists() else 0
         ranks = Ranks(grid, [*argv, *shown], log, tuple(faults))
         if what == "signal":
             time.sleep(dice.uniform(0.1, 3))
@@ -276,14 +281,23 @@ def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> list
             codes = ranks.wait()
         except AssertionError as error:
             raise AssertionError(f"{grid}, {faults}, {what}, {happened}: {error}") from None
-        assert set(codes) <= CODES, f"{codes}\n{log.read_text()[-5000:]}"
         if what != "signal" and -signal.SIGKILL in codes:
             happened.append(f"KILL in {part if what == 'phase' else f'a {what}'}")
+        check_end(happened[known] if happened[known:] else "nothing", codes, log.read_text()[told:])
         there = newest_iteration(folders())
         assert there >= before, f"the newest checkpoint was {before}, and is {there}"
         before = there
         if set(codes) == {0}:
             return happened
+
+
+def check_end(what: str, codes: list[int], told: str) -> None:
+    """Raise AssertionError where processes did not end as documented by `what` happened, or told more than a line."""
+    expected = {0}.union(*(more for word, more in ENDS.items() if word in what))
+    assert set(codes) <= expected, f"{what}: {codes}\n{told}"
+    if "INT" not in what:  # which ends a start as it ends any Python program
+        assert "Traceback" not in told, f"{what}: {codes}\n{told}"
+        assert 1 not in codes or "and this one ends too; it was at" in told, f"{what}: {codes}\n{told}"
 
 
 def evaluated(path: Path, folder: Path, dice: random.Random, kill: bool = True) -> tuple[dict, int]:

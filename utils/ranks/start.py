@@ -103,7 +103,9 @@ def _end_all(world: World, error: Exception) -> None:
     stack = traceback.extract_tb(error.__traceback__)
     _tell_torchrun(f"{type(error).__name__}: {first_line(error)} ({place(stack)})")
     if isinstance(error, dist.DistError) or "gloo" in str(error):  # a collective that failed, or waited too long
-        end_now(f"rank {world.rank}: {first_line(error).rpartition('] ')[2]} ({place(stack)})")
+        why, *_ = first_line(error).rpartition("] ")[2].split(". ")
+        at = place(stack)
+        end_now(f"rank {world.rank}: another rank does not answer ({why}), and this one ends too; it was at {at}")
     traceback.print_exc()
     end_now(f"rank {world.rank}: {type(error).__name__} ({place(stack)})")
 

@@ -30,7 +30,7 @@ static int is_below(const char *path) {
     return folder && path && !strncmp(path, folder, strlen(folder));
 }
 
-static void told(void) {
+static void count_it(void) {
     int file = syscall(SYS_openat, AT_FDCWD, getenv("FAILING_COUNT"), O_WRONLY | O_APPEND | O_CREAT, 0644);
     if (file < 0) abort();
     if (syscall(SYS_write, file, ".", 1) != 1) abort();
@@ -43,7 +43,7 @@ static int fault(const char *call, const char *path) {
     if (!calls || !with || !on || !strstr(calls, call) || !is_below(path)) return 0;
     if (syscall(SYS_access, on, F_OK)) return 0;
     if (++count % atol(getenv("FAILING_EVERY"))) return 0;
-    told();
+    count_it();
     if (!strcmp(with, "SHORT")) return -1;
     return !strcmp(with, "ENOSPC") ? ENOSPC : !strcmp(with, "ESTALE") ? ESTALE : !strcmp(with, "EINTR") ? EINTR : EIO;
 }

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ROOT, clean_environment, free_port, run_ranks, tiny_flags
-from utils.ranks.start import JOINING, join, share_cores
+from utils.ranks.start import JOINING, join, share_cores, why_a_collective_failed
 from utils.ranks.watchdog import Watch
 from utils.ranks.world import World, _first_host, find_world
 
@@ -260,3 +260,22 @@ def test_connections_do_not_grow_with_the_number_of_ranks(tmp_path):
         assert not any(done.returncode for done in run_ranks(ranks, count_sockets, folder))
         most.append(max(int((folder / str(rank)).read_text()) for rank in range(1, ranks)))
     assert most[1] <= most[0] + 8
+
+
+@pytest.mark.parametrize(
+    "told, why",
+    [
+        (
+            "[/torch/gloo/transport/tcp/pair.cc:553] Read error [127.0.0.1]:6: Connection reset by peer. This is "
+            "typically caused by a remote worker hanging. Check the logs.",
+            "Read error [127.0.0.1]:6: Connection reset by peer",
+        ),
+        ("[enforce fail at gloo/pair.cc:1] op.length <= op.nbytes. 64 vs 32", "op.length <= op.nbytes. 64 vs 32"),
+    ],
+)
+def test_a_collective_that_fails_says_why_in_one_line(told, why):
+    assert why_a_collective_failed(RuntimeError(told)).endswith(f"gone ({why})")
+
+
+def test_another_error_is_none_of_a_collective():
+    assert why_a_collective_failed(RuntimeError("shape mismatch")) is None

@@ -119,7 +119,10 @@ def test_a_rank_that_waits_too_long_says_where(tiny):
     codes = Ranks(Grid(2), argv, log, (At(hang, rank=1),)).wait()
     told = log.read_text()
     assert codes == [1, 1], told
-    assert "train.py: error: rank 0: another rank does not answer (Timed out waiting 8000ms" in told, told
+    assert (
+        "train.py: error: rank 0: a collective failed, perhaps because another rank is gone (Timed out waiting 8000ms"
+        in told
+    ), told
     assert "rank 1: rank 0 is gone, and this one ends too; it was at tests/run/test_guards.py:" in told
     assert "time.sleep(1000)" in told and "Traceback" not in told
 

@@ -100,14 +100,21 @@ def _longest_wait(load: Callable | None, argv: list[str]) -> timedelta:
 
 def _end_all(world: World, error: Exception) -> None:
     """End this process with what happened: the other ranks wait for it, and learn of its end at once."""
-    stack = traceback.extract_tb(error.__traceback__)
-    _tell_torchrun(f"{type(error).__name__}: {first_line(error)} ({place(stack)})")
-    if isinstance(error, dist.DistError) or "gloo" in str(error):  # a collective that failed, or waited too long
-        why, *_ = first_line(error).rpartition("] ")[2].split(". ")
-        at = place(stack)
-        end_now(f"rank {world.rank}: another rank does not answer ({why}), and this one ends too; it was at {at}")
+    at = place(traceback.extract_tb(error.__traceback__))
+    if why := why_a_collective_failed(error):
+        _tell_torchrun(f"{why}; it was at {at}")
+        end_now(f"rank {world.rank}: {why}; it was at {at}")
+    _tell_torchrun(f"{type(error).__name__}: {first_line(error)} ({at})")
     traceback.print_exc()
-    end_now(f"rank {world.rank}: {type(error).__name__} ({place(stack)})")
+    end_now(f"rank {world.rank}: {type(error).__name__} ({at})")
+
+
+def why_a_collective_failed(error: Exception) -> str | None:
+    """Return what an error of torch.distributed says, without its place in torch and its advice; None for others."""
+    if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        return None
+    why = first_line(error).rpartition("] ")[2].partition(". This is typically")[0]
+    return f"a collective failed, perhaps because another rank is gone ({why})"
 
 
 def allow_open_files() -> None:

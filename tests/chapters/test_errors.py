@@ -260,6 +260,11 @@ def run_num_that_is_empty(folder):
     return ["--run_num", ""]
 
 
+@case("run_num is 'a\\nb'", "names one folder")
+def run_num_of_two_lines(folder):
+    return ["--run_num", "a\nb"]
+
+
 def run_cases(cases, path):
     """Run train.py on each command line in turn: `path` and the rank gets exit code, message and time of each."""
     sys.argv, path = ["train.py"], Path(path + os.environ["RANK"])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from tests.helpers import run_folder, run_here, tiny_flags
+from tests.helpers import Evil, run_folder, run_here, tiny_flags
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.__main__ import main as checkpoint_main
 from utils.checkpoint.info import Unreadable, read_info, write_info
@@ -22,16 +22,6 @@ from utils.checksum import checksum
 
 TENSOR = "model.pos_embed"
 FLAGS = ("--num_iters=2", "--keep_checkpoints=1")
-
-
-class Evil:
-    """Runs a shell command when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
 
 
 @pytest.fixture
@@ -100,6 +90,15 @@ def call_it_bytes(folder: Path, ran: Path) -> None:
     place.relative_path, place.offset, place.length = "evil.distcp", 0, (folder / "evil.distcp").stat().st_size
     own.state_dict_metadata[TENSOR], own.storage_data[MetadataIndex(TENSOR)] = BytesStorageMetadata(), place
     write(folder, own)
+
+
+def test_weights_run_nothing_though_nobody_looked_at_their_archive(tmp_path, monkeypatch):
+    """Of two guards the second holds alone."""
+    torch.save({"w": Evil(tmp_path / "ran")}, tmp_path / "evil.pt")
+    monkeypatch.setattr("utils.checkpoint.weights.check_archive", lambda path: None)
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_tensors(tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_bytes_would_have_run(newest, tiny):

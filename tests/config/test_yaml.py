@@ -30,6 +30,18 @@ def test_yaml_that_is_made_to_be_odd(tmp_path, text, told):
     assert "\n" not in str(error.value)
 
 
+def test_a_key_that_stands_twice(tmp_path):
+    """YAML takes the last one, in silence."""
+    for text, told in (
+        ("x:\n  lr: 1.\n  depth: 2\n  lr: 2.\n", "'lr' stands in line 2 and again in line 4: remove one"),
+        ("x: {}\ny: {}\nx: {depth: 2}\n", "'x' stands in line 1 and again in line 3: remove one"),
+    ):
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(ValueError, match=rf"x\.yaml is not valid YAML: {told}") as error:
+            load_config(["--yaml_config", str(tmp_path / "x.yaml"), "--config", "x"])
+        assert "\n" not in str(error.value)
+
+
 def test_yaml_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     with pytest.raises(ValueError, match="but a pipe, a socket or a device"):

@@ -1,5 +1,6 @@
 """Data files of strangers: their values lie in them or beside them, whole, and nothing in them runs code."""
 
+import contextlib
 import json
 import os
 import pickle
@@ -12,7 +13,7 @@ import pytest
 import xarray
 import zarr
 
-from tests.helpers import fields, write_file
+from tests.helpers import Evil, fields, write_file
 from utils.checkpoint.weights import load_tensors
 from utils.data import files as data_files
 from utils.data.files import Files
@@ -20,7 +21,8 @@ from utils.data.frames import FrameReader
 from utils.data.hdf5 import LARGEST_CHUNK, LINKED_FILES
 from utils.data.staging import stage
 from utils.data.statistics import Statistics
-from utils.prepare_data import archive_file
+from utils.prepare_data import stored
+from utils.prepare_data.archive import Archive
 from utils.prepare_data.archive_file import open_archive, pieces_in
 
 SHAPE = (4, 2, 8, 16)
@@ -307,16 +309,6 @@ def test_damage_is_told_in_one_line(tmp_path, data):
             assert "\n" not in str(error)
 
 
-class Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
-
-
 def test_a_zarr_folder_runs_nothing(tmp_path):
     """numcodecs has a codec that unpickles, and refuses to: older versions did not, so requirements name this one."""
     axes = {"latitude": np.linspace(90, -90, 8), "longitude": np.arange(16.0)}
@@ -347,13 +339,129 @@ def test_an_axis_that_no_archive_has(tmp_path, monkeypatch, kind):
         zarr.create_array(path / "time", shape=(11,), dtype="f8")
         zarr.open_group(path, mode="a")
     with monkeypatch.context() as change:
-        change.setattr(archive_file, "LARGEST_AXIS", 10)
+        change.setattr(stored, "LARGEST_AXIS", 10)
         with pytest.raises(ValueError, match="has .*time with 11 values: an axis has at most 10"):
             open_archive(str(path))
     if kind != "h5":
-        monkeypatch.setattr(archive_file, "LARGEST_AXES", 80)
+        monkeypatch.setattr(stored, "LARGEST_AXES", 80)
         with pytest.raises(ValueError, match=r"has axes of 0\.0 GB: all together have at most"):
             open_archive(str(path))
+
+
+def globe(steps: int = 10) -> xarray.Dataset:
+    """Days of one variable of ones."""
+    axes = {
+        "time": np.datetime64("2000-01-01", "ns") + np.arange(steps) * np.timedelta64(24, "h"),
+        "latitude": np.linspace(90, -90, 9),
+        "longitude": np.arange(16) * 22.5,
+    }
+    return xarray.Dataset({"t2m": (tuple(axes), np.ones((steps, 9, 16), "f4"))}, axes)
+
+
+def write_grib(path: Path, messages: int = 3, **keys: int) -> None:
+    """Write days of one variable, with other keys in the last message."""
+    eccodes = pytest.importorskip("eccodes", reason="eccodes is not installed: pip install -r requirements-prepare.txt")
+    grid = {
+        "Ni": 16, "Nj": 9, "latitudeOfFirstGridPointInDegrees": 90, "latitudeOfLastGridPointInDegrees": -90,
+        "longitudeOfFirstGridPointInDegrees": 0, "longitudeOfLastGridPointInDegrees": 337.5,
+        "iDirectionIncrementInDegrees": 22.5, "jDirectionIncrementInDegrees": 22.5, "shortName": "2t",
+    }  # fmt: skip
+    with path.open("wb") as file:
+        for day in range(1, messages + 1):
+            message = eccodes.codes_grib_new_from_samples("regular_ll_sfc_grib2")
+            for key, value in (grid | {"dataDate": 20000100 + day}).items():
+                eccodes.codes_set(message, key, value)
+            eccodes.codes_set_values(message, np.ones(144))
+            for key, value in (keys if day == messages else {}).items():
+                eccodes.codes_set(message, key, value)
+            eccodes.codes_write(message, file)
+            eccodes.codes_release(message)
+
+
+def test_the_index_of_a_grib_file_runs_nothing(tmp_path):
+    """cfgrib keeps a pickle beside a file, and loads it."""
+    path = tmp_path / "a.grib"
+    write_grib(path)
+    assert [*open_archive(str(path))[0].t2m.shape] == [3, 9, 16]
+    assert [*tmp_path.iterdir()] == [path]
+    import cfgrib
+
+    cfgrib.open_datasets(str(path))
+    indices = [*tmp_path.glob("*.idx")]
+    for index in indices:
+        index.write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    assert indices and [*open_archive(str(path))[0].t2m.shape] == [3, 9, 16]
+    assert not (tmp_path / "ran").exists()
+    with contextlib.suppress(Exception):  # what is loaded is no index
+        cfgrib.open_datasets(str(path))
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("cut", [10, 200])
+def test_a_grib_file_that_ends_within_a_message(tmp_path, cut):
+    """cfgrib would leave that message out."""
+    write_grib(tmp_path / "a.grib")
+    os.truncate(tmp_path / "a.grib", os.path.getsize(tmp_path / "a.grib") - cut)
+    with pytest.raises(ValueError, match=r"a\.grib ends within a message: copy it again"):
+        open_archive(str(tmp_path / "a.grib"))
+
+
+def test_fields_too_large_for_any_grid(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "LARGEST_FIELD", 1000)
+    write_grib(tmp_path / "a.grib", numberOfDataPoints=1001)
+    with pytest.raises(ValueError, match=r"a\.grib has a field of 1,001 points: one has at most 1,000$"):
+        open_archive(str(tmp_path / "a.grib"))
+    globe().to_netcdf(tmp_path / "a.nc")
+    monkeypatch.setattr("utils.prepare_data.archive_file.LARGEST_FIELD", 143)
+    with pytest.raises(ValueError, match="t2m has .* points: a field has at most 143"):
+        Archive.open([str(tmp_path / "a.nc")])
+
+
+@pytest.mark.parametrize("kind", ["nc", "zarr"])
+def test_chunks_of_an_archive_too_large_to_be_read(tmp_path, monkeypatch, kind):
+    path = tmp_path / f"a.{kind}"
+    chunks = {"t2m": {"chunksizes" if kind == "nc" else "chunks": (10, 9, 16)}}
+    globe().to_netcdf(path, encoding=chunks) if kind == "nc" else globe().to_zarr(path, encoding=chunks)
+    monkeypatch.setattr(stored, "LARGEST_CHUNK", 10 * 9 * 16 * 4)
+    open_archive(str(path))
+    monkeypatch.setattr(stored, "LARGEST_CHUNK", 10 * 9 * 16 * 4 - 1)
+    with pytest.raises(ValueError, match=r"has /?t2m in chunks of 0\.0 GB, .*: store it in chunks of a field"):
+        open_archive(str(path))
+
+
+@pytest.mark.parametrize("variables", [1, 2])
+@pytest.mark.parametrize("format", ["NETCDF3_CLASSIC", "NETCDF3_64BIT"])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_classic_file_that_was_cut_off(tmp_path, format, grows, variables):
+    """The library gives out zeros beyond its end."""
+    dataset, path = globe(), tmp_path / "a.nc"
+    if variables == 2:
+        dataset["flag"] = ("time", np.ones(10, "i1"), {"note": "of one byte, and a text"})
+    dataset.to_netcdf(path, format=format, unlimited_dims=["time"] if grows else [])
+    open_archive(str(path))
+    whole = os.path.getsize(path)
+    os.truncate(path, whole - 4)  # some of which may be the last value's padding
+    with pytest.raises(ValueError, match=r"a\.nc has [\d,]+ bytes of [\d,]+: copy it again") as error:
+        open_archive(str(path))
+    has, needs = (int(word.replace(",", "").rstrip(":")) for word in str(error.value).split() if word[0].isdigit())
+    assert has == whole - 4 < needs <= whole
+
+
+def test_chunks_of_an_archive_that_nobody_wrote(tmp_path):
+    """Only where they would be read: other variables may be empty."""
+    path = tmp_path / "a.nc"
+    globe().to_netcdf(path, encoding={"t2m": {"chunksizes": (1, 9, 16)}})
+    with h5py.File(path, "a") as file:
+        kept = {name: file["t2m"].attrs[name] for name in ("units",) if name in file["t2m"].attrs}
+        scales = [file[name] for name in ("time", "latitude", "longitude")]
+        some = file.create_dataset("some", (10, 9, 16), "f4", chunks=(1, 9, 16))
+        some[:7] = 1
+        for axis, scale in zip(some.dims, scales):
+            axis.attach_scale(scale)
+        some.attrs.update(kept)
+    assert [channel.name for channel in Archive.open([str(path)], ["t2m"]).channels] == ["t2m"]
+    with pytest.raises(ValueError, match=r"a\.nc holds 7 of 10 chunks of some: copy it again, or finish it"):
+        Archive.open([str(path)], ["some"])
 
 
 @pytest.mark.timeout(30)

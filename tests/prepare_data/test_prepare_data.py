@@ -147,7 +147,7 @@ def test_any_division_into_files_any_engine_any_orientation_any_block(tmp_path):
         ("divided", parts, ["--channels", *names]),
         ("turned", [write(tmp_path / "raw", turned, "turned.nc")], []),
         ("pascal", [write(tmp_path / "raw", pascal.transpose("lon", "plev", "time", "lat"), "pascal.nc")], []),
-        ("small blocks", [write(tmp_path / "raw", raw, "b.zarr")], ["--memory_gb", "1e-6"]),
+        ("small blocks", [write(tmp_path / "raw", raw, "b.zarr")], ["--memory_gb", "2e-6"]),
     ):
         assert main([*inputs, "--out", str(tmp_path / name), *more]) == 0
         assert same(read(tmp_path / name), expected), name
@@ -531,6 +531,12 @@ def bad_inputs():
         ("fill value", lambda raw: raw, ["--fill", "t2m=cold"], ["NAME=VALUE"]),
         ("fill with nothing", lambda raw: raw, ["--fill", "t2m=nan"], ["NAME=VALUE"]),
         ("memory", lambda raw: raw, ["--memory_gb", "0"], ["more than 0"]),
+        (
+            "a time step beyond the memory",
+            lambda raw: raw,
+            ["--memory_gb", "1e-6"],
+            ["one time step of 3 x 9 x 16 takes 1.7e-06 GB, and --memory_gb is 1e-06: raise it, or take fewer"],
+        ),
     ]
 
 

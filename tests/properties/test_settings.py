@@ -53,7 +53,7 @@ def test_any_flags(tmp_path, flags):
 
 
 @given(text=st.one_of(st.text(max_size=60), st.text("s:{}[]&*!<>| \n-'\"#%ab1,?", max_size=60)))
-@example(text="s: {a: 1, a: 2}")
+@example(text="s: {lr: 1., lr: 2.}")
 @example(text="&a [*a]")
 @example(text="s: &a {b: *a}")
 @example(text="!!python/object/apply:os.system ['touch /tmp/x']")

@@ -2,16 +2,18 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import evaluate
 import forecast
-from tests.helpers import call_here, change_info, records, run_folder, run_here, tiny_flags, write_data
+from tests.helpers import Evil, call_here, change_info, records, run_folder, run_here, tiny_flags, write_data
 from utils import files
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.__main__ import main as checkpoint_main
@@ -226,6 +228,29 @@ def test_a_model_that_its_weights_do_not_fill(data, exported, tmp_path, change, 
     argv = ["--checkpoint", exported, "--inf_data_path", data / "valid", "--lead_hours", "6", "--out", tmp_path / "out"]
     with pytest.raises(ValueError, match=told):
         call_here(evaluate.main, list(map(str, argv)))
+
+
+@pytest.mark.parametrize("kind", ["a pickle", "an archive of torch", "an array of objects"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "statistics/global_means.npy"])
+def test_nothing_in_an_exported_model_runs(data, exported, tmp_path, name, kind):
+    """Loaded by forecast.py or evaluated: one line, and no command of the one who made it."""
+    path, evil = exported / name, Evil(tmp_path / "ran")
+    assert path.exists() or name == "weights.pt"
+    if kind == "a pickle":
+        path.write_bytes(pickle.dumps(evil))
+    elif kind == "an archive of torch":
+        torch.save({"w": evil}, path)
+    else:
+        with path.open("wb") as file:
+            np.save(file, np.array([evil], object))
+    if name == "weights.pt":  # of an older export, and in the place of the other
+        (exported / "weights.safetensors").unlink()
+    with pytest.raises(ValueError, match=re.escape(name.split("/")[-1] if name != "weights.pt" else "exported")):
+        forecast.load(str(exported))
+    argv = ["--checkpoint", exported, "--inf_data_path", data / "valid", "--lead_hours", "6", "--out", tmp_path / "out"]
+    with pytest.raises(ValueError) as error:
+        call_here(evaluate.main, list(map(str, argv)))
+    assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
 
 
 def test_statistics_that_claim_more_than_they_hold(exported):

@@ -18,6 +18,7 @@ from torch import Tensor
 from utils.data.fields import Fields
 from utils.errors import ReadError
 from utils.prepare_data.archive_file import open_archive
+from utils.prepare_data.stored import check_stored
 
 
 class Climatology:
@@ -65,6 +66,7 @@ class Climatology:
                     f"{path} has no {name!r} of [dayofyear, latitude, longitude], each with its values: it holds "
                     f"{there}; give each channel a variable of its name"
                 )
+            check_stored(path, name)
             here, other = (str(x).replace("**", "") for x in (units, dataset[name].attrs.get("units", units)))
             if units and other != here:
                 raise ValueError(f"{path} has {name} in {other}, and the data in {units}: bring it to the same units")

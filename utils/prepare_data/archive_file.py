@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 
-from utils.data.hdf5 import check_links, items
 from utils.errors import ReadError, first_line
 from utils.files import patiently
-from utils.reading import check_kind, check_own
+from utils.prepare_data.stored import GRIB, LARGEST_FIELD, check_archive
 
 if TYPE_CHECKING:
     import xarray
@@ -25,15 +23,13 @@ if TYPE_CHECKING:
 # What archives call the axes.
 TIMES = ("valid_time", "time")
 LEADS = ("step", "prediction_timedelta", "forecast_period")
-GRIB = (".grib", ".grb", ".grib2", ".grb2")
 SECONDS = {"hours": 3600, "hour": 3600, "h": 3600, "days": 86400, "minutes": 60, "seconds": 1, "s": 1}
 AXES = {
     "level": ("pressure_level", "isobaricInhPa", "level", "plev", "lev"),
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
-LARGEST_AXIS, LARGEST_GRID = 2**24, 2**31  # values of one, points of a field
-LARGEST_AXES, LONGEST_LEAD = 2**30, 1e9  # bytes of all in a file; seconds
+LONGEST_LEAD = 1e9  # seconds
 REGRID = "bring them to one regular grid first (cdo remapbil, or xESMF in Python); this tool does not regrid"
 
 
@@ -108,8 +104,8 @@ def _pieces_in(
                 continue
             if not values.size:
                 continue
-            if values.sizes["latitude"] * values.sizes["longitude"] > LARGEST_GRID:
-                useless[name] = f"{path}: {name} has {dict(values.sizes)} points: more than {LARGEST_GRID:,} a field"
+            if values.sizes["latitude"] * values.sizes["longitude"] > LARGEST_FIELD:
+                useless[name] = f"{path}: {name} has {dict(values.sizes)} points: a field has at most {LARGEST_FIELD:,}"
                 continue
             times, time_axis = _times(path, values)
             if constants and (times is None or len(times)):
@@ -191,53 +187,19 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
         raise ValueError("reading archives needs xarray: `pip install -r requirements-prepare.txt`") from None
     if not Path(path).exists():
         raise ValueError(f"no file {path!r}: {'copy it here first' if '://' in path else 'check the path'}")
-    check_kind(Path(path))
-    _check(path)
+    check_archive(path)
     try:
         if path.endswith(GRIB):
             import cfgrib
 
             logging.getLogger("cfgrib").setLevel(logging.CRITICAL)  # what it logs it raises, too
-            return cfgrib.open_datasets(path, indexpath="", errors="raise")
+            # Index files are pickles: given elsewhere, these two are heeded here and there only.
+            return cfgrib.open_datasets(path, backend_kwargs={"indexpath": "", "errors": "raise"})
         if Path(path).is_dir():
             return [xarray.open_zarr(path, chunks=None)]
         return [xarray.open_dataset(path)]
     except Exception as error:  # each engine has its own kinds
         raise ValueError(f"cannot read {path} as NetCDF, Zarr or GRIB ({first_line(error)}): check the file") from None
-
-
-def _check(path: str) -> None:
-    """Raise ValueError for a file that reads others out of its folder, or would load an axis that no archive has.
-
-    A file that cannot be read passes: who reads it says so.
-    """
-    arrays: list[tuple[str, tuple[int, ...], int]] = []  # name, shape, bytes of an element
-    if Path(path).is_dir():
-        check_own(Path(path))
-    try:
-        if Path(path).is_dir():
-            import zarr
-
-            found = zarr.open_group(path, mode="r").arrays()
-            arrays = [(name, array.shape, array.dtype.itemsize) for name, array in found]
-        elif h5py.is_hdf5(path):
-            with h5py.File(path, "r", locking=False) as file:
-                check_links(file)
-                arrays = [(name, item.shape or (), item.dtype.itemsize) for name, item in items(file)]
-        elif not path.endswith(GRIB):
-            import netCDF4
-
-            with netCDF4.Dataset(path) as file:
-                arrays = [(name, x.shape, np.dtype(x.dtype).itemsize) for name, x in file.variables.items()]
-    except Exception as error:  # each engine has its own kinds
-        if isinstance(error, ValueError) and path in str(error):
-            raise
-    for name, shape, _ in arrays:
-        if max(shape, default=0) > LARGEST_AXIS:
-            raise ValueError(f"{path} has {name} with {max(shape):,} values: an axis has at most {LARGEST_AXIS:,}")
-    total = sum(shape[0] * size for _, shape, size in arrays if len(shape) == 1)
-    if total > LARGEST_AXES:
-        raise ValueError(f"{path} has axes of {total / 1e9:.1f} GB: all together have at most {LARGEST_AXES / 1e9:.1f}")
 
 
 def _axis_names(dataset: "xarray.Dataset") -> dict[str, str]:

@@ -81,6 +81,12 @@ class Preparation:
                 raise ValueError(f"--fill names {name!r}, which is no channel: they are {known}")
         self.files = split(archive.times, self.valid_from, self.test_from)
         self.shape = (len(self.names), len(archive.latitude), len(archive.longitude))
+        moment = int(np.prod(self.shape)) * 4 / 1e9
+        if moment > self.memory_gb:
+            raise ValueError(
+                f"one time step of {' x '.join(map(str, self.shape))} takes {moment:.2g} GB, and --memory_gb is "
+                f"{self.memory_gb:g}: raise it, or take fewer channels"
+            )
         self.missing = dict.fromkeys(self.names + self.fixed_names, 0)
         counts: Counter = Counter()
         for name, start, stop in self.files:

@@ -1,0 +1,43 @@
+"""The night: each proof's end is kept when it ends, whatever became of those before."""
+
+import json
+import sys
+
+import pytest
+
+from tests.proofs import nightly
+
+
+@pytest.fixture
+def night(tmp_path, monkeypatch):
+    """Return a function that runs the night with these commands, and gives its code and its record."""
+    monkeypatch.setattr(nightly, "RECORD", tmp_path / "nightly.json")
+    pages = []
+    monkeypatch.setattr(nightly.subprocess, "run", lambda command, **_: pages.append(command[-1]))
+
+    def run(steps: dict[str, str], *only: str) -> tuple[int, dict[str, dict[str, str]]]:
+        monkeypatch.setattr(nightly, "STEPS", {name: (f"what {name} proves", step) for name, step in steps.items()})
+        monkeypatch.setattr(sys, "argv", ["nightly.py", *(["--only", *only] if only else [])])
+        code = nightly.main()
+        assert pages.pop() == "docs/make.py"
+        return code, json.loads(nightly.RECORD.read_text())["steps"]
+
+    return run
+
+
+def test_a_proof_that_fails_is_told_and_the_next_ones_run(night, capfd):
+    code, steps = night({"a": "true", "b": "exit 3", "c": "true"})
+    assert code == 1 and [steps[name]["result"] for name in "abc"] == ["passed", "failed, code 3", "passed"]
+    assert capfd.readouterr().out.endswith("2 of 3 passed; failed: b\n")
+
+
+def test_what_ran_another_night_is_kept(night, tmp_path):
+    """Also by a night that ends early: the record is there before the next proof begins."""
+    seen = tmp_path / "seen"
+    proofs = {"a": "true", "b": f"cp {tmp_path}/nightly.json {seen}", "c": "false"}
+    assert night(proofs, "a")[0] == 0
+    code, steps = night(proofs, "b")
+    assert code == 0 and set(steps) == {"a", "b"} and set(json.loads(seen.read_text())["steps"]) == {"a"}
+    night(proofs, "a", "b")
+    rows = nightly.table(steps).splitlines()[2:]
+    assert "passed" in rows[0] and "passed" in rows[1] and nightly.NEVER in rows[2]

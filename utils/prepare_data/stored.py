@@ -1,0 +1,143 @@
+"""What a file of an archive claims to hold, against what it has: before xarray, or a library in C, takes memory for it.
+
+A file from anywhere may claim shapes that fill any memory, name other files, or end before its values do. Libraries
+notice little of this: the one for NetCDF gives out zeros beyond the end of a file of its classic formats, HDF5 gives
+them out for chunks that nobody wrote.
+
+Source of the layout of classic files: "The NetCDF Classic Format Specification", NetCDF User's Guide, Unidata.
+"""
+
+import math
+import struct
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from utils.data.hdf5 import LARGEST_CHUNK, check_links, check_whole, items
+from utils.reading import check_kind, check_own
+
+GRIB = (".grib", ".grb", ".grib2", ".grb2")
+LARGEST_AXIS = 2**24  # values
+LARGEST_AXES = 2**30  # bytes of all in a file
+LARGEST_FIELD = 2**28  # points: a grid of 0.016 degrees
+WIDTHS = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)  # bytes of a number of each type of classic NetCDF, from 1 on
+
+
+def check_archive(path: str) -> None:
+    """Raise ValueError for a file that leads out of its folder, has less than it claims, or claims too much at once.
+
+    A file that cannot be read passes: who reads it says so.
+    """
+    check_kind(Path(path))
+    if Path(path).is_dir():
+        check_own(Path(path))
+    try:
+        arrays = _arrays(path)
+    except Exception as error:  # each engine has its own kinds
+        if isinstance(error, ValueError) and path in str(error):
+            raise
+        return
+    for name, shape, chunk, size in arrays:
+        if max(shape, default=0) > LARGEST_AXIS:
+            raise ValueError(f"{path} has {name} with {max(shape):,} values: an axis has at most {LARGEST_AXIS:,}")
+        if math.prod(chunk) * size > LARGEST_CHUNK:
+            raise ValueError(
+                f"{path} has {name} in chunks of {math.prod(chunk) * size / 1e9:.1f} GB, and they are read as a whole: "
+                f"store it in chunks of a field"
+            )
+    total = sum(shape[0] * size for _, shape, _, size in arrays if len(shape) == 1)
+    if total > LARGEST_AXES:
+        raise ValueError(f"{path} has axes of {total / 1e9:.1f} GB: all together have at most {LARGEST_AXES / 1e9:.1f}")
+
+
+def check_stored(path: str, name: str) -> None:
+    """Raise ValueError where an HDF5 file holds a part of a variable only: the rest would be given out as zeros.
+
+    In Zarr a chunk that is not there is one of nothing but the fill value; the other formats have no chunks.
+    """
+    if Path(path).is_file() and h5py.is_hdf5(path):
+        with h5py.File(path, "r", locking=False) as file:
+            check_whole(path, file[name])
+
+
+def _arrays(path: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
+    """Return the arrays that a file claims to have: name, shape, shape of a chunk (() for none), bytes of a number."""
+    if Path(path).is_dir():
+        import zarr
+
+        found = zarr.open_group(path, mode="r").arrays()
+        return [(name, array.shape, array.chunks, array.dtype.itemsize) for name, array in found]
+    if h5py.is_hdf5(path):
+        with h5py.File(path, "r", locking=False) as file:
+            check_links(file)
+            return [(name, item.shape or (), item.chunks or (), item.dtype.itemsize) for name, item in items(file)]
+    if path.endswith(GRIB):
+        _check_messages(path)
+        return []
+    import netCDF4
+
+    with netCDF4.Dataset(path) as file:
+        arrays = [(name, x.shape, (), np.dtype(x.dtype).itemsize) for name, x in file.variables.items()]
+    has, needs = Path(path).stat().st_size, _classic_bytes(path)
+    if has < needs:
+        raise ValueError(f"{path} has {has:,} bytes of {needs:,}: copy it again")
+    return arrays
+
+
+def _check_messages(path: str) -> None:
+    """Raise ValueError where a message of a GRIB file has more points than any field, or is cut off."""
+    import eccodes
+
+    with open(path, "rb") as file:
+        try:
+            while (message := eccodes.codes_grib_new_from_file(file, headers_only=True)) is not None:
+                points = eccodes.codes_get(message, "numberOfDataPoints")
+                eccodes.codes_release(message)
+                if points > LARGEST_FIELD:
+                    raise ValueError(f"{path} has a field of {points:,} points: one has at most {LARGEST_FIELD:,}")
+        except eccodes.PrematureEndOfFileError:
+            raise ValueError(f"{path} ends within a message: copy it again") from None
+
+
+def _classic_bytes(path: str) -> int:
+    """Return how many bytes a file of NetCDF's classic formats must have to hold all its values."""
+    with open(path, "rb") as file:
+        version = file.read(4)[3]
+        count, offset = (">q" if version == 5 else ">i"), (">i" if version == 1 else ">q")
+
+        def number(kind: str = count) -> int:
+            return struct.unpack(kind, file.read(struct.calcsize(kind)))[0]
+
+        def skip(size: int) -> None:
+            if len(file.read(size)) < size:
+                raise EOFError(path)
+            file.read(-size % 4)
+
+        def length() -> int:
+            number(">i")  # what comes: dimensions, attributes, variables, or nothing
+            return number()
+
+        def skip_attributes() -> None:
+            for _ in range(length()):
+                skip(number())
+                width = WIDTHS[number(">i")]
+                skip(width * number())
+
+        records, sizes, ends, steps = number(), [], [], []
+        for _ in range(length()):
+            skip(number())
+            sizes.append(number())  # 0 for the one that grows, with each record
+        skip_attributes()
+        for _ in range(length()):
+            skip(number())
+            shape = [sizes[number()] for _ in range(number())]
+            skip_attributes()
+            size = WIDTHS[number(">i")] * math.prod(shape[shape[:1] == [0] :])
+            number()  # its padded size, which files beyond 4 GB have no room for
+            begin = number(offset)
+            ends.append((begin, size, shape[:1] == [0]))
+            steps += [size] * (shape[:1] == [0])
+    record = steps[0] if len(steps) == 1 else sum(size + -size % 4 for size in steps)
+    last = (max(records, 0) - 1) * record  # -1 where a file is still written: it has as many as fit
+    return max((begin + size + grows * last for begin, size, grows in ends if not grows or records > 0), default=0)

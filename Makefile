@@ -12,8 +12,8 @@
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
 #         faults, soak, slurm, storage, many-ranks (interrupted runs), properties, nightly (all of these), plan-check, skill, simulate, benchmark, figures, docs (the figures in the pages)
 #
-# Each creates .venv and installs the pinned requirements first. `make demo VENV=system` uses the Python and torch that
-# a module or a container gives, and installs nothing.
+# Each creates .venv and installs the pinned requirements first; with LOCKED=1 exactly what locks/ has, by its hashes.
+# `make demo VENV=system` uses the Python and torch that a module or a container gives, and installs nothing.
 
 VENV ?= .venv
 
@@ -24,6 +24,8 @@ TOOLS :=
 SITE :=
 else
 PYTHON := $(VENV)/bin/python
+# $(call install,requirements) in the versions that pip finds today for what they need, or in those of the lock.
+install = $(PYTHON) -m pip install --disable-pip-version-check -q $(if $(LOCKED),--require-hashes -r locks/$(1).txt,-r $(1).txt)
 READY := $(VENV)/installed
 TOOLS := $(VENV)/tools-installed
 SITE := $(VENV)/site-installed
@@ -204,20 +206,32 @@ other-torch:
 	TORCH=$(TORCH) tests/other_torch.sh
 
 # Pins all that is installed, with hashes, for Python 3.11 to 3.13 and every system, and lists the licences: locks/.
-locks: $(VENV)-locks/installed $(TOOLS)
-	for each in requirements requirements-dev; do \
+locks: $(VENV)-locks/installed
+	for each in $(REQUIREMENTS); do \
 	    $(VENV)-locks/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
-	        --no-header $$each.txt -o locks/$$each.txt || exit 1; \
+	        --no-header $$each.txt -o locks/$$each.txt \
+	        $$([ $$each = requirements-dev ] || echo -c locks/requirements-dev.txt) \
+	        $$([ $$each != requirements-hta ] || echo --no-deps) || exit 1; \
 	done
-	$(VENV)-locks/bin/pip-licenses --python $(PYTHON) --format=markdown --order=license > locks/licences.md
+	$(MAKE) VENV=$(VENV)-locked LOCKED=1 $(VENV)-locked/tools-installed
+	{ $(VENV)-locks/bin/pip-licenses --python $(VENV)-locked/bin/python --with-system --format=markdown --order=license; echo; \
+	    echo "$(LICENCES)"; } > locks/licences.md
+
+# The one that has nearly all comes first: the others take its versions.
+REQUIREMENTS = requirements-dev $(filter-out requirements-dev,$(basename $(wildcard requirements*.txt)))
+LICENCES = Those that are UNKNOWN here have their licence in the package: eccodeslib and eckitlib Apache-2.0, hdf5plugin MIT \
+    (each filter in it has its own), torchao BSD-3-Clause. cuda-toolkit is empty: it names other packages.
 
 # Asks PyPI for known vulnerabilities of what is pinned.
 audit: $(VENV)-locks/installed
-	$(VENV)-locks/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off -r locks/requirements-dev.txt
+	for each in $(basename $(notdir $(wildcard locks/*.txt))); do echo $$each; \
+	    $(VENV)-locks/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off -r locks/$$each.txt \
+	        || exit 1; \
+	done
 
 $(VENV)-locks/installed: requirements-locks.txt
 	python3 -m venv $(VENV)-locks
-	$(VENV)-locks/bin/pip install --disable-pip-version-check -q -r requirements-locks.txt
+	$(VENV)-locks/bin/pip install --disable-pip-version-check -q --require-hashes -r locks/requirements-locks.txt
 	touch $@
 
 # Jobs that reach their time limit, the ladder and an evaluation in a job, on a Slurm of one node: about 8 minutes.
@@ -235,26 +249,26 @@ simulate: $(READY)
 	$(PYTHON) benchmarks/simulate.py --json benchmarks/results/simulate.json
 
 clean:
-	rm -rf .venv .venv-locks .venv-torch-* data runs .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lock* .venv-torch-* data runs .pytest_cache .ruff_cache
 
 $(VENV)/installed: requirements.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: Python 3.11 or newer is needed, and python3 is $$(python3 -V): load another, or use VENV=system"; exit 1; }
 	@echo "Installing torch and what else training needs into $(VENV): 1 GB, and some more where torch brings CUDA"
 	python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements.txt
+	$(call install,requirements)
 	$(COMPILE)
 	touch $@
 
 $(VENV)/site-installed: requirements-site.txt $(READY)
-	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-site.txt
+	$(call install,requirements-site)
 	touch $@
 
 # The tests' tools, and every extra that they try; of Holistic Trace Analysis not JupyterLab, which only shows it.
 $(VENV)/tools-installed: requirements-dev.txt requirements-tools.txt requirements-dali.txt requirements-prepare.txt \
-    requirements-mlflow.txt requirements-maps.txt requirements-site.txt $(READY)
+    requirements-mlflow.txt requirements-maps.txt requirements-site.txt requirements-hta.txt $(READY)
 	@echo "Installing the tools of the tests, and every extra that they try, into $(VENV): 2 GB more"
-	$(PYTHON) -m pip install --disable-pip-version-check -q -r requirements-dev.txt
-	$(PYTHON) -m pip install --disable-pip-version-check -q --no-deps HolisticTraceAnalysis==0.5.0
+	$(call install,requirements-dev)
+	$(call install,requirements-hta) --no-deps
 	$(COMPILE)
 	touch $@

@@ -5,9 +5,10 @@
 A run is started, and after a random time something random happens to it: a signal; all of it, or one rank, is stopped
 for a while, or killed, at any moment or in a phase of the step, of a save, of a validation, of a picture; the disk is
 full, or lets nobody write; or slow, all the time. Then it is started again, until it is finished. In every other run
-the grid of ranks changes each time. Some of the runs are evaluated, and that is killed, too. Afterwards all must be as
-if nothing had happened. Rows of runs go side by side: the machine is busy, and nothing happens when one expects it.
-Where the time was too short, the record keeps what there was, and `make soak SOAK=--more` goes on with the next seed.
+the grid of ranks changes each time. Some of the runs are evaluated, by one rank or two, and that is killed, or one of
+the two. Afterwards all must be as if nothing had happened. Rows of runs go side by side: the machine is busy, and
+nothing happens when one expects it. Where the time was too short, the record keeps what there was, and `make soak
+SOAK=--more` goes on with the next seed.
 """
 
 import argparse
@@ -39,7 +40,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.harness.record import write_record  # noqa: E402
-from tests.helpers import ROOT, clean_environment, run_folder, tiny_flags, write_data  # noqa: E402
+from tests.helpers import ROOT, clean_environment, free_port, run_folder, tiny_flags, write_data  # noqa: E402
 from tests.proofs.injections import InPicture, InSave, killed  # noqa: E402
 from tests.proofs.interruptions import Grid, Ranks, check_equal, in_dtype, newest_iteration, worst_error  # noqa: E402
 from utils import spans  # noqa: E402
@@ -89,18 +90,21 @@ class KillIn:
 
 @dataclass(frozen=True)
 class SlowDisk:
-    """Each sync takes up to 0.2 s more."""
+    """Each sync takes up to 0.2 s more, and each read of the data up to 0.02 s."""
 
     seed: int
 
     def __call__(self) -> None:
-        dice, sync = random.Random(self.seed), os.fsync
+        dice = random.Random(self.seed)
 
-        def slow(fd: int) -> None:
-            time.sleep(dice.uniform(0, 0.2))
-            sync(fd)
+        def slow(call: Callable, most: float) -> Callable:
+            def later(*args):
+                time.sleep(dice.uniform(0, most))
+                return call(*args)
 
-        os.fsync = slow
+            return later
+
+        os.fsync, os.preadv = slow(os.fsync, 0.2), slow(os.preadv, 0.02)
 
 
 def stopped(ranks: Ranks, rank: int | None, seconds: float) -> None:
@@ -177,11 +181,11 @@ def main() -> int:
     seeds = [given.rows * given.seed + i for i in rows]
     with ProcessPoolExecutor(given.rows, get_context("spawn")) as pool:
         found = list(pool.map(partial(soak, end=start + 60 * given.minutes), counts, seeds))
-    happened, runs, evaluations = (sum(part, start=type(part[0])()) for part in zip(*found))
+    happened, runs, evaluations, slow = (sum(part, start=type(part[0])()) for part in zip(*found))
     minutes, count = (time.monotonic() - start) / 60, happened.total()
     print(f"{count} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
     print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
-    figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "minutes": minutes}
+    figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "slow": slow, "minutes": minutes}
     parts.append({"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "commit": at, "seed": given.seed, **figures})
     happened += Counter(before.get("happened"))
     if given.json:
@@ -192,8 +196,8 @@ def main() -> int:
     return int(count < left)
 
 
-def soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:
-    """Interrupt runs so many times; return what happened, and how many runs and evaluations there were."""
+def soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int, int]:
+    """Interrupt runs so many times; return what happened, and how many runs, evaluations, starts on a slow disk."""
     try:
         return _soak(interruptions, seed, end)
     except BaseException:  # at once: the other rows go on, and it would be told after them
@@ -201,19 +205,19 @@ def soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:
         raise
 
 
-def _soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]:
+def _soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int, int]:
     """Raise AssertionError where a run is not as if nothing had happened."""
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of each restart
     dice, happened = random.Random(seed), Counter()
-    runs = evaluations = 0
+    runs = evaluations = slow = 0
     with tempfile.TemporaryDirectory() as name:
         folder = write_data(Path(name))
         references = {grid: reference(grid, folder) for grid in HOME}
         serial = reference(Grid(1), folder, "--dropout=0", dtype=torch.float64)
-        skill = evaluated(references[HOME[0]], folder, random.Random(0), kill=False)[0]
+        skill = evaluated(references[HOME[0]], folder, random.Random(0), most=0)[0]
         while happened.total() < interruptions and time.monotonic() < end and parent_process().is_alive():
             grids = WANDERING if runs % 2 else [dice.choice(HOME)]
-            told = run(grids, folder, f"run{runs}", dice)
+            told, slower = run(grids, folder, f"run{runs}", dice)
             # A process that ended before its first checkpoint may have left a folder, too, of another grid's name.
             folders = list(folder.glob(f"runs/tiny/*/run{runs}"))
             found = [path for path in folders if checkpoint.find(path / "checkpoints")]
@@ -227,16 +231,16 @@ def _soak(interruptions: int, seed: int, end: float) -> tuple[Counter, int, int]
                 check_equal(path, references[grids[0]])
                 result = "bit-equal"
                 if grids[0] == HOME[0]:
-                    found, kills = evaluated(path, folder, dice)
+                    found, kills = evaluated(path, folder, dice, ranks=dice.randint(1, 2))
                     assert found == skill, f"run {runs}: its evaluation differs"
-                    told, evaluations = [*told, *["evaluation, KILL"] * kills], evaluations + 1
+                    told, evaluations = [*told, *kills], evaluations + 1
             for picture in path.glob("pictures/*.png"):
                 matplotlib.image.imread(picture)  # it is whole
-            happened, runs = happened + Counter(told), runs + 1
+            happened, runs, slow = happened + Counter(told), runs + 1, slow + slower
             print(f"{seed}: run {runs:3}: {', '.join(told)}: {result}; {happened.total()} in all", flush=True)
             for path in folders:
                 shutil.rmtree(path)
-    return happened, runs, evaluations
+    return happened, runs, evaluations, slow
 
 
 def reference(grid: Grid, folder: Path, *flags: str, dtype: torch.dtype = torch.float32) -> Path:
@@ -247,12 +251,12 @@ def reference(grid: Grid, folder: Path, *flags: str, dtype: torch.dtype = torch.
     return run_folder(argv, grid.folder)
 
 
-def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> list[str]:
-    """Interrupt a run until it is finished; return what happened."""
+def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> tuple[list[str], int]:
+    """Interrupt a run until it is finished; return what happened, and how many starts were on a slow disk."""
     wanders = len(grids) > 1
     flags = ["--dropout=0"] if wanders else ["--dropout=0.1"]
     argv = [*tiny_flags(folder, *FLAGS, *flags, "--run_num", name), "--resume", "auto"]
-    happened, before, log = [], 0, folder / f"{name}.log"
+    happened, before, slow, log = [], 0, 0, folder / f"{name}.log"
 
     def folders() -> list[Path]:
         return list(folder.glob(f"runs/tiny/*/{name}"))
@@ -271,6 +275,7 @@ def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> list
             faults.append(InPicture(dice.randrange(1, 3)))
         if dice.random() < 0.2:
             faults.append(SlowDisk(dice.randrange(1000)))
+            slow += 1
         known, told = len(happened), len(log.read_text()) if log.exists() else 0
         ranks = Ranks(grid, [*argv, *shown], log, tuple(faults))
         if what == "signal":
@@ -288,7 +293,7 @@ def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> list
         assert there >= before, f"the newest checkpoint was {before}, and is {there}"
         before = there
         if set(codes) == {0}:
-            return happened
+            return happened, slow
 
 
 def check_end(what: str, codes: list[int], told: str) -> None:
@@ -300,22 +305,40 @@ def check_end(what: str, codes: list[int], told: str) -> None:
         assert 1 not in codes or " is gone" in told, f"{what}: {codes}\n{told}"
 
 
-def evaluated(path: Path, folder: Path, dice: random.Random, kill: bool = True) -> tuple[dict, int]:
-    """Evaluate a run, killed at random until it is done; return its scores, and how often it was."""
+def evaluated(path: Path, folder: Path, dice: random.Random, ranks: int = 1, most: int = 3) -> tuple[dict, list[str]]:
+    """Evaluate a run, all ranks or one of them killed at random until it is done; return its scores, and each kill."""
     argv = ["--checkpoint", path, "--inf_data_path", folder / "valid", "--lead_hours", "24", "--out", path / "found"]
-    kills = 0
+    command, kills = [sys.executable, ROOT / "evaluate.py", *argv], []
     while True:
-        with (folder / "evaluation.log").open("w") as log:
-            command = [sys.executable, ROOT / "evaluate.py", *argv]
-            process = subprocess.Popen(command, cwd=ROOT, env=clean_environment(), stdout=log, stderr=log)
-            if kill and kills < 3:
-                time.sleep(dice.uniform(2, 7))
-                if process.poll() is None:
-                    process.kill()
-                    kills += 1
-            if process.wait() == 0:
-                return json.loads((path / "found/skill.json").read_text())["scores"], kills
-            assert process.returncode == -signal.SIGKILL, (folder / "evaluation.log").read_text()
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        what = ""
+        with (folder / f"evaluation-{path.name}.log").open("w+") as log:
+            processes = [
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
+                    env=clean_environment(RANK=str(i), LOCAL_RANK=str(i), **env),
+                )
+                for i in range(ranks)
+            ]
+            if len(kills) < most:  # once all are here: for one that never comes the others wait ten minutes
+                while log.tell() == 0 and processes[0].poll() is None:
+                    time.sleep(0.1)
+                    log.seek(0, os.SEEK_END)
+                time.sleep(dice.uniform(0, 4))
+                if all(process.poll() is None for process in processes):
+                    one = dice.randrange(ranks + 1)  # or all
+                    for process in processes if one == ranks else [processes[one]]:
+                        process.kill()
+                    what = "evaluation, KILL" if one == ranks or ranks == 1 else "evaluation, KILL one"
+            codes = [process.wait(timeout=300) for process in processes]
+            log.seek(0)
+            check_end(what, codes, log.read())
+        if set(codes) == {0}:
+            return json.loads((path / "found/skill.json").read_text())["scores"], kills
+        kills.append(what)
 
 
 if __name__ == "__main__":

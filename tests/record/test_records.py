@@ -1,14 +1,18 @@
 """metrics.jsonl: damage is found and named, and half a line that a kill left is none. Pictures are whole."""
 
 import errno
+import io
 import json
 import logging
+import threading
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers import losses, run_folder, run_here, tiny_flags
+from utils.config.settings import Config
 from utils.files import cut_records, read_events, to_line
-from utils.record import boards
+from utils.record import boards, run_logger
 
 EVENTS = [{"event": "step", "iteration": i, "loss": 0.1 * i, "note": 'a "crc32": {x}'} for i in range(1, 6)]
 
@@ -75,4 +79,49 @@ def test_a_picture_is_there_whole_or_not_at_all(tiny, monkeypatch, capsys):
     folder = run_here(tiny_flags(tiny, "--num_iters=4", "--plot_channels=ch0", "--checkpoint_every=None"))
     (picture,) = (folder / "pictures").iterdir()
     assert len(written) == len(set(written)) == 2 and picture.read_bytes() == written[0]
-    assert "Curves and pictures are not written" in capsys.readouterr().err and len(losses(folder)) == 4
+    assert "Pictures are not written" in capsys.readouterr().err and len(losses(folder)) == 4
+    assert len(list((folder / "logs").iterdir())) == 1  # for the curves nothing happened
+
+
+def test_a_point_that_comes_while_the_board_is_opened_anew(tmp_path, monkeypatch):
+    """The thread that saves opens it, and the one that trains adds to it: none goes to the board that is gone."""
+    opens, goes_on = threading.Event(), threading.Event()
+
+    class Slow(boards.SummaryWriter):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            opens.set()
+            goes_on.wait(0.5)
+
+    curves = boards.Curves(tmp_path, Config(), None)
+    curves.scalars({"x": 1.0}, 1)
+    with curves.if_there_is_room("Curves"):
+        raise OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(boards, "SummaryWriter", Slow)
+    saving = threading.Thread(target=curves.sync)
+    saving.start()
+    opens.wait()
+    curves.scalars({"x": 2.0}, 2)
+    goes_on.set()
+    saving.join()
+    curves.sync()
+    curves.close("FINISHED")
+    found = EventAccumulator(str(tmp_path / "logs"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("x")] == [1, 2]
+
+
+class Lost(io.BytesIO):
+    """A file of a network file system, which tells at its end what it lost."""
+
+    name = "metrics.jsonl"
+
+    def close(self):
+        super().close()
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_records_that_cannot_be_closed_end_no_run(caplog):
+    records = Lost()
+    run_logger._close_records(records, b"{}\n")
+    assert records.closed and "metrics.jsonl: its last lines may be lost ([Errno 5] Input" in caplog.text

@@ -148,6 +148,17 @@ def test_a_rank_that_dies_ends_the_others_at_once(tiny, grid):
     assert "Traceback" not in log.read_text()
 
 
+def test_a_rank_that_dies_where_the_others_leave_is_told_in_one_line():
+    code = (
+        "import os, time; from utils.ranks import watchdog; from utils.ranks.start import start\n"
+        "watchdog.end_now = lambda *_: None  # which may be faster\n"
+        "start(lambda world, argv: world.rank or (time.sleep(1), os.kill(os.getpid(), 9)), [])"
+    )
+    dead, other = run_ranks(2, ["-c", code], timeout=120)
+    assert (dead.returncode, other.returncode) == (-9, 1)
+    assert " is gone" in other.stderr and "Traceback" not in other.stderr, other.stderr
+
+
 def fail(_) -> None:
     raise ZeroDivisionError("of nobody's making")
 

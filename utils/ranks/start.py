@@ -69,11 +69,19 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
             raise
         _end_all(world, error)
     if watch:
-        dist.barrier()  # launchers end a job at the first exit: no rank leaves before rank 0 has printed
-        watch.close()
-        dist.destroy_process_group()
+        _leave(world, watch)
     if code:
         sys.exit(code)
+
+
+def _leave(world: World, watch: Watch) -> None:
+    """Leave with the other ranks: launchers end a job at the first exit, so none goes before rank 0 has printed."""
+    try:
+        dist.barrier()
+    except Exception as error:
+        _end_all(world, error)
+    watch.close()
+    dist.destroy_process_group()
 
 
 def _tell_torchrun(line: str) -> None:

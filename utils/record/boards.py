@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,18 @@ class Curves:
     """
 
     def __init__(self, folder: Path, config: Config, purge_step: int | None):
-        self.folder, self.is_broken = folder, False
+        self.folder = folder
+        self.failing: set[str] = set()  # what the disk does not take
         self.unwritten: list[tuple[dict[str, float], int]] = []  # points that may not be on the disk, with their step
+        self.lock = threading.Lock()  # held while a point is added, and while the board is opened anew
         self.boards: list[SummaryWriter | MlflowBoard] = [SummaryWriter(folder / "logs", purge_step=purge_step)]
         if config.tracker == "mlflow":
             self.boards.append(MlflowBoard(folder, config, goes_on=purge_step is not None))
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Add a point to each curve."""
-        self.unwritten.append((values, step))
-        with self.if_there_is_room():
+        with self.lock, self.if_there_is_room("Curves"):
+            self.unwritten.append((values, step))
             for board in self.boards:
                 _add(board, values, step)
 
@@ -77,32 +80,36 @@ class Curves:
     def image(self, name: str, pixels: np.ndarray, step: int) -> None:
         """Add a picture, uint8 [rows, columns, 3]; the latest is pictures/<name>.png, too."""
         path = self.folder / "pictures" / f"{name}.png"
-        with self.if_there_is_room():
+        with self.if_there_is_room("Pictures"):
             path.parent.mkdir(exist_ok=True)
             with whole(path, sync=False) as part:
                 imsave(part, pixels, format="png")
-        with self.if_there_is_room():
+            self.failing.discard("Pictures")
+        with self.if_there_is_room("Curves"):
             for board in self.boards:
                 board.add_image(f"Visualization, {name}", pixels, step, dataformats="HWC")
 
     def text(self, name: str, text: str, step: int) -> None:
         """Add a text, in Markdown."""
-        with self.if_there_is_room():
+        with self.if_there_is_room("Curves"):
             for board in self.boards:
                 board.add_text(name, text, step)
 
     def sync(self) -> None:
         """Bring TensorBoard's to the disk: what failed before is opened anew. Any thread may call this."""
-        points, self.unwritten = self.unwritten, []
-        with self.if_there_is_room():
-            if self.is_broken:
+        with self.lock, self.if_there_is_room("Curves"):
+            points, self.unwritten = self.unwritten, []
+            if "Curves" in self.failing:
                 again = min((step for _, step in points), default=None)  # some may be there already
-                self.boards[0], self.is_broken = SummaryWriter(self.folder / "logs", purge_step=again), False
+                self.boards[0] = SummaryWriter(self.folder / "logs", purge_step=again)
+                self.failing.discard("Curves")
                 for values, step in points:
                     _add(self.boards[0], values, step)
+        with self.if_there_is_room("Curves"):
             self.boards[0].flush()
-        if self.is_broken:
-            self.unwritten = points + self.unwritten
+        if "Curves" in self.failing:
+            with self.lock:
+                self.unwritten = points + self.unwritten
 
     def send(self) -> None:
         """Bring the trackers' to where it belongs."""
@@ -111,20 +118,20 @@ class Curves:
 
     def close(self, status: str) -> None:
         """End the run: FINISHED, FAILED, or KILLED where it can go on."""
-        with self.if_there_is_room():
+        with self.if_there_is_room("Curves"):
             self.boards[0].close()
         for tracker in self.boards[1:]:
             tracker.close(status)
 
     @contextlib.contextmanager
-    def if_there_is_room(self) -> Iterator[None]:
-        """Let training go on where its curves and pictures cannot be written."""
+    def if_there_is_room(self, what: str) -> Iterator[None]:
+        """Let training go on where its curves or pictures cannot be written; say so once."""
         try:
             yield
         except OSError as error:
-            if not self.is_broken:
-                logging.warning("Curves and pictures are not written (%s): training goes on", error)
-            self.is_broken = True  # its thread has ended, and each call fails from now on
+            if what not in self.failing:
+                logging.warning("%s are not written (%s): training goes on", what, error)
+            self.failing.add(what)  # TensorBoard's thread has ended: each call fails from now on
 
 
 def _add(board: SummaryWriter | MlflowBoard, values: dict[str, float], step: int) -> None:

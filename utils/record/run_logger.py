@@ -228,7 +228,10 @@ def _close_records(records: BinaryIO, lines: bytes) -> None:
             lines = lines[records.write(lines) :]
     if lines:
         logging.warning("%s: the disk did not take the last %d line(s)", records.name, lines.count(b"\n"))
-    records.close()
+    try:
+        records.close()
+    except OSError as error:  # what a network file system was sent before may be lost, too
+        logging.warning("%s: its last lines may be lost (%s)", records.name, error)
 
 
 def _longer_forecasts(config: Config, iteration: int) -> str | None:

@@ -191,6 +191,7 @@ storage: $(TOOLS)
 # 64 ranks on this machine: 4 minutes on 2 cores.
 many-ranks: $(TOOLS)
 	$(PYTHON) tests/proofs/many_ranks.py --json benchmarks/results/many_ranks.json
+	$(PYTHON) benchmarks/startup.py --json benchmarks/results/startup.json
 	$(PYTHON) docs/make.py
 
 # A thousand new examples of each property: 2 minutes.

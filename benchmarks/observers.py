@@ -5,11 +5,14 @@
 `report_overhead` is the time of a step with the report over that without, less 1: the clock at the edges of all parts,
 and the look at the machine once a second. `profile_sec` comes once in a run: the profile of one step. `span_us` is what
 a named range of time costs where nobody looks, in microseconds; a step of chapter 2 has about 120. `verify_at_100` is
-what `--verify_every 100` takes of training: the time of a sum of all bits, over that of a hundred steps.
+what `--verify_every 100` takes of training on two ranks: the time in which they add up all bits and compare the sums,
+over that of a hundred steps.
 """
 
+import json
 import statistics
 import sys
+import tempfile
 import time
 import timeit
 from pathlib import Path
@@ -18,6 +21,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.harness.bench import Bench
 from benchmarks.harness.command import parser_of
@@ -54,20 +58,34 @@ def steps(bench: Bench) -> float:
     return (time.perf_counter() - start) / STEPS
 
 
-def verify_shares(bench: Bench) -> list[float]:
-    """Return the time in which a rank adds up the bits of weights and moments, over that of a hundred steps."""
-    job = SimpleNamespace(config=bench.config, device=bench.device, world=World())
+def verify_shares(rank: int, flags: list[str], store: str, folder: str) -> None:
+    """Be one of two ranks; rank 0 writes the time of comparing weights and moments, over that of a hundred steps."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    bench = Bench(flags)
+    bench.is_timed = False
+    job = SimpleNamespace(config=bench.config, device=bench.device, world=World(rank, 2, rank))
     state = TrainingState(bench.model, bench.optimizer, bench.scaler)
+    steps(bench)  # moments are there from the first one on
     verifier = Verifier(100)
     verifier.begin(SimpleNamespace(job=job, state=state, iteration=0, log=print))
-    verifier.replicas = [[0]]  # as on several ranks
+    assert verifier.replicas == [[0, 1]]
     shares = []
-    for _ in range(PAIRS):
+    for i in range(1, PAIRS + 1):
         step = steps(bench)
+        dist.barrier()
         start = time.perf_counter()
-        verifier.check(1)
+        verifier.check(i)
         shares.append((time.perf_counter() - start) / (100 * step))
-    return shares
+    if not rank:
+        Path(folder, "shares.json").write_text(json.dumps(shares))
+    dist.destroy_process_group()
+
+
+def verify_at_100(flags: list[str]) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(verify_shares, (flags, f"{folder}/store", folder), nprocs=2)
+        return json.loads(Path(folder, "shares.json").read_text())
 
 
 def empty_span() -> None:
@@ -95,7 +113,6 @@ def measure(bench: Bench) -> dict[str, list[float]]:
                     hook.remove()
         found["report_overhead"].append(seconds[True] / seconds[False] - 1)
     found["span_us"] = [seconds * 1e6 / 10000 for seconds in timeit.repeat(empty_span, number=10000, repeat=5)]
-    found["verify_at_100"] = verify_shares(bench)
     known = {"weights": list(bench.model.parameters())}
     use_profiler_once(bench.device)
     for _ in range(3):
@@ -113,9 +130,10 @@ def main() -> None:
     parser = parser_of(__doc__, "train.py")
     parser.add_argument("--json", type=Path, required=True, help="file to write")
     args, flags = parser.parse_known_args()
+    found = {"verify_at_100": verify_at_100(flags or SMALL)}
     join(World())
-    found = measure(Bench(flags or SMALL))
-    torch.distributed.destroy_process_group()
+    found |= measure(Bench(flags or SMALL))
+    dist.destroy_process_group()
     figures = {name: statistics.median(values) for name, values in found.items()}
     # The middle half of the pairs: single ones meet whatever else the machine does.
     low, _, high = statistics.quantiles(found["report_overhead"], n=4)

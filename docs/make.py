@@ -79,6 +79,7 @@ def checkpoint_table() -> str:
             ".0%",
             "",
         ),
+        ("what checksums add to the fastest save", "checksums, over a save", ".1%", ""),
         ("loading", "load, s", ".1f", " s"),
     ):
         low, high = (format(bound, form) for bound in spread[name])

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
+from pathlib import Path
 
 import h5py
 import pytest
@@ -28,7 +29,7 @@ def test_a_run_from_copies(tiny, tmp_path, capsys):
 
 def test_the_progress_is_printed(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(staging, "REPORT_EVERY", 0)
-    monkeypatch.setattr(staging, "PIECE", 20_000)
+    monkeypatch.setattr(staging, "PIECE", 5 * 4096)
     with (tiny / "train/2001.h5").open("ab") as file:
         file.truncate(20_000_000)  # HDF5 does not mind what follows its own bytes
     weather(tiny, "--stage_dir", str(tmp_path / "node"))
@@ -98,12 +99,28 @@ def test_a_copy_that_fails_leaves_nothing_and_is_repeated(tiny, tmp_path, monkey
         assert len(file["fields"]) == 9
 
 
+def test_a_bit_that_flips_while_a_file_is_copied(tiny, tmp_path, monkeypatch):
+    original = staging.checksum
+
+    def flipped(path: Path) -> int:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+        return original(path)
+
+    monkeypatch.setattr(staging, "checksum", flipped)
+    with pytest.raises(ValueError, match=r"200\d\.h5: it reads otherwise than it was written\): give a folder"):
+        weather(tiny, "--stage_dir", str(tmp_path / "node"))
+    assert not list((tmp_path / "node").rglob("*.h5"))
+
+
 def test_a_flipped_bit_in_a_copy_is_found_by_the_next_job(tiny, tmp_path, monkeypatch, capsys):
     """And the file copied again; those that are whole are read once, by one rank."""
     flags, read, original = ["--stage_dir", str(tmp_path / "node")], [], staging.checksum
     monkeypatch.setattr(staging, "checksum", lambda path: read.append(path.name) or original(path))
     path = weather(tiny, *flags).train_files.paths[0]
-    assert not read
+    assert read == ["2001.h5.part", "2002.h5.part", "2003.h5.part"]
+    read.clear()
     before, status = (tiny / "train/2001.h5").read_bytes(), os.stat(path)
     damaged = bytearray(before)
     damaged[len(before) // 2] ^= 4
@@ -114,12 +131,12 @@ def test_a_flipped_bit_in_a_copy_is_found_by_the_next_job(tiny, tmp_path, monkey
     assert not read
     monkeypatch.setattr(staging, "STARTED", time.time())
     weather(tiny, *flags)
-    assert read == ["2001.h5", "2002.h5", "2003.h5"]
+    assert read == ["2001.h5", "2001.h5.part", "2002.h5", "2003.h5"]
     assert f"Staging: {path} has changed since it was copied: copied again" in capsys.readouterr().err
     with open(path, "rb") as file:
         assert file.read() == before
     weather(tiny, *flags)
-    assert len(read) == 3
+    assert len(read) == 4
 
 
 def test_too_little_room(tiny, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ time; none of them has to know of the others.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -102,6 +103,8 @@ def _copy(original: Path, copy: Path, progress: "_Progress") -> None:
                 target.write(piece)
                 found.add(piece)
                 progress.report()
+        if checksum(part) != found.value:
+            raise OSError(errno.EIO, "it reads otherwise than it was written", str(copy))
         shutil.copystat(original, part)
         _checksum_file(copy).write_text(str(found.value))
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from utils.data.files import Files
 from utils.data.frames import FrameReader
 from utils.data.order import SampleOrder
+from utils.data.staging import stage
 from utils.data.token_shard import TokenShard
 from utils.prepare_data.prepare import main
 
@@ -35,12 +36,23 @@ def test_every_sample_comes_once_and_every_grid_has_the_same_batches(samples, pe
     assert len(batches) == len(SampleOrder(samples, batch, shuffle, seed)) and seen.max() < samples
 
 
-@given(samples=st.integers(4, 40), batch=st.integers(1, 4), begin=st.integers(0, 60), seed=st.integers(0, 99))
-def test_a_run_goes_on_in_its_order_from_any_point(samples, batch, begin, seed):
-    order = SampleOrder(samples, batch, True, seed)
+@given(
+    samples=st.integers(4, 40), batch=st.integers(1, 4), begin=st.integers(0, 60), seed=st.integers(0, 99),
+    before=st.integers(1, 4), after=st.integers(1, 4), shuffle=st.booleans(),
+)  # fmt: skip
+def test_a_run_goes_on_in_its_order_from_any_point(samples, batch, begin, seed, before, after, shuffle):
+    """On another number of ranks, too: each global batch after the point is that of one rank that never stopped."""
+    batch *= before * after
+    assume(not shuffle or samples >= batch)
+    order = SampleOrder(samples, batch, shuffle, seed)
     whole = np.concatenate([order.epoch(epoch) for epoch in range(begin // len(order) + 3)])
-    found = list(itertools.islice(order.from_iteration(begin), len(order)))
-    assert np.array_equal(found, whole[begin : begin + len(order)])
+    for shards, first, count in ((before, 0, begin), (after, begin, len(order))):
+        parts = [
+            list(itertools.islice(SampleOrder(samples, batch, shuffle, seed, shards, i).from_iteration(first), count))
+            for i in range(shards)
+        ]
+        found = [np.concatenate(of_one) for of_one in zip(*parts)]
+        assert np.array_equal(np.reshape(found, (count, batch)), whole[first : first + count])
 
 
 @given(rows=SIZE, columns=SIZE, patch=st.integers(1, 4), shards=st.integers(1, 7), data=st.data())
@@ -64,24 +76,27 @@ def test_token_shards_are_a_partition(rows, columns, patch, shards, data):
 
 @given(data=st.data())
 def test_any_reader_reads_what_h5py_reads(tmp_path_factory, data):
-    """Any chunks, compression, dtype, header, channels, rows and columns."""
+    """Any chunks, filters, dtype, header, channels, rows and columns; from a copy in the node, too."""
     T, C, H, W = shape = [data.draw(st.integers(1 + (label == "H"), 5), label) for label in "TCHW"]
     dtype = data.draw(st.sampled_from(["<f4", "<f2", ">f4"]))
     chunks = data.draw(st.none() | st.tuples(*(st.integers(1, n) for n in shape)))
-    compression = data.draw(st.sampled_from([None, "gzip", "lzf"])) if chunks else None
+    filters = {"compression": data.draw(st.sampled_from([None, "gzip", "lzf"]))} if chunks else {}
+    filters |= {name: True for name in ("shuffle", "fletcher32") if chunks and data.draw(st.booleans(), name)}
     block = data.draw(st.sampled_from([0, 512]))
     values = np.random.default_rng(data.draw(st.integers(0, 99))).standard_normal(shape).astype(dtype)
     path = tmp_path_factory.mktemp("data") / "2000.h5"
     with h5py.File(path, "w", userblock_size=block) as file:
-        file.create_dataset("fields", data=values, chunks=chunks, compression=compression)
+        file.create_dataset("fields", data=values, chunks=chunks, **filters)
     channels = data.draw(st.lists(st.integers(0, C - 1), min_size=1, max_size=4))
     first = data.draw(st.integers(0, H))
     rows, columns = range(first, data.draw(st.integers(first, H))), data.draw(st.integers(1, W))
     with h5py.File(path) as file:
         expected = file["fields"][:][:, channels, rows.start : rows.stop, :columns]
-    reader = FrameReader(Files.open(str(path.parent)), channels, rows, columns)
-    for t in range(T):
-        assert np.array_equal(reader.read_frame(0, t), expected[t])
+    files = Files.open(str(path.parent))
+    for source in (files, stage(files, [0], str(path.parent / "node"))):
+        reader = FrameReader(source, channels, rows, columns)
+        for t in range(T):
+            assert np.array_equal(reader.read_frame(0, t), expected[t])
 
 
 def slow_pairs(times: list[list[int]], dt: int, steps: int, step: int) -> set[tuple[int, int]]:
@@ -120,40 +135,58 @@ def test_no_sample_spans_a_gap(tmp_path, gaps, dt, steps):
         assert [[tuple(frame) for frame in row] for row in files.stretches(dt, steps).tolist()] == expected
 
 
-def archive(path: Path, hours: list[int]) -> np.ndarray:
-    """Write a file with these hours since 1999-12-31; return its values, of which each hour has its own."""
-    times = np.datetime64("1999-12-31", "ns") + np.array(hours, "timedelta64[h]")
-    values = np.array(hours, "f4")[:, None, None] * 10 + np.arange(8, dtype="f4").reshape(2, 4)
-    axes = {"time": times, "latitude": [45.0, -45.0], "longitude": [0.0, 90.0, 180.0, 270.0]}
-    xarray.Dataset({"t2m": (tuple(axes), values)}, axes).to_netcdf(path)
+# How a file may write its times, with the seconds of a unit and the time that it counts from.
+UNITS = {
+    "minutes since 1999-12-31": (60, 0), "hours since 1999-12-31 00:00:00": (3600, 0),
+    "days since 1999-12-30": (86400, -86400), "seconds since 1970-01-01": (1, -946598400),
+}  # fmt: skip
+
+
+def archive(path: Path, minutes: list[int], unit: str, calendar: str) -> np.ndarray:
+    """Write a file with these minutes since 1999-12-31; return its values, of which each minute has its own."""
+    size, begin = UNITS[unit]
+    counts = (60 * np.array(minutes, "i8") - begin) / size
+    time = xarray.Variable("time", counts, {"units": unit, "calendar": calendar})
+    values = np.array(minutes, "f4")[:, None, None] * 10 + np.arange(8, dtype="f4").reshape(2, 4)
+    axes = {"time": time, "latitude": [45.0, -45.0], "longitude": [0.0, 90.0, 180.0, 270.0]}
+    dataset = xarray.Dataset({"t2m": (tuple(axes), values)}, axes)
+    dataset.to_zarr(path, consolidated=False) if path.suffix == ".zarr" else dataset.to_netcdf(path)
     return values
 
 
 @given(
-    files=st.lists(st.lists(st.integers(0, 12).map(lambda n: 6 * n), min_size=1, max_size=6), min_size=1, max_size=3),
-    gaps=st.booleans(),
-)
-def test_any_time_axes_are_prepared_rightly_or_refused(tmp_path_factory, files, gaps):
-    """Times that go back, come twice, overlap, leave gaps: each stored step has the values of its time."""
+    files=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=6), min_size=1, max_size=3),
+    step=st.sampled_from([360, 360, 60, 30, 1, 1440]), gaps=st.booleans(), unit=st.sampled_from([*UNITS]),
+    suffix=st.sampled_from([".nc", ".nc", ".zarr"]),
+    calendar=st.sampled_from(["standard", "proleptic_gregorian", "standard", "noleap", "360_day"]),
+)  # fmt: skip
+def test_any_time_axes_are_prepared_rightly_or_refused(tmp_path_factory, files, step, gaps, unit, suffix, calendar):
+    """Times that go back, come twice, overlap, leave gaps, of any unit and step: each step has the values of its time.
+
+    A calendar of other days is refused.
+    """
     folder = tmp_path_factory.mktemp("archive")
+    files = [[step * n for n in own] for own in files]
     known = {}
-    for number, hours in enumerate(files):
-        for hour, values in zip(hours, archive(folder / f"{number}.nc", hours)):
-            known[hour] = values
-    argv = [*map(str, sorted(folder.glob("*.nc"))), "--out", str(folder / "out"), *["--allow_gaps"] * gaps]
+    for number, minutes in enumerate(files):
+        for minute, values in zip(minutes, archive(folder / f"{number}{suffix}", minutes, unit, calendar)):
+            known[minute] = values
+    argv = [*map(str, sorted(folder.glob(f"*{suffix}"))), "--out", str(folder / "out"), *["--allow_gaps"] * gaps]
     everything = list(itertools.chain.from_iterable(files))
     once = len(set(everything)) == len(everything)
     if main(argv) != 0:
         assert not (folder / "out").exists()
-        in_order = all(a < b for own in files for a, b in itertools.pairwise(own))
+        in_order = all(a < b for a, b in itertools.pairwise(itertools.chain(*sorted(files))))  # no file within another
         steps = {b - a for a, b in itertools.pairwise(sorted(everything))}
-        assert not once or not in_order or len(steps) != 1  # else it should have been prepared
+        odd = calendar in ("noleap", "360_day")
+        assert odd or not once or not in_order or len(steps) != 1  # else it should have been prepared
         return
+    assert calendar in ("standard", "proleptic_gregorian")
     stored = {}
     for path in (folder / "out").rglob("*.h5"):
         with h5py.File(path) as file:
             for time, values in zip(file["time"][:], file["fields"][:, 0]):
                 assert str(datetime.fromtimestamp(int(time), timezone.utc).year) == path.stem
-                stored[(int(time) - 946598400) // 3600] = values
+                stored[(int(time) - 946598400) // 60] = values
     assert once and stored.keys() == set(everything)
-    assert all(np.array_equal(values, known[hour]) for hour, values in stored.items())
+    assert all(np.array_equal(values, known[minute]) for minute, values in stored.items())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from utils.config.reader import load_config
 from utils.config.settings import FIELDS, Config
 
-NAMES = st.sampled_from([name for name in FIELDS if name not in ("config", "data_dir", "resume", "local_batch_size")])
+NAMES = st.sampled_from([name for name in FIELDS if name != "config"])
 NUMBERS = st.one_of(st.integers(-3, 100), st.integers(), st.floats(), st.booleans())
 WORDS = st.sampled_from(
     ["none", "None", "bf16", "auto", "10m", "cosine", "true", "1e3", "", "-1", "LAMB", "gather", "\n"]

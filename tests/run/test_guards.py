@@ -150,9 +150,12 @@ def test_a_rank_that_dies_ends_the_others_at_once(tiny, grid):
 
 def test_a_rank_that_dies_where_the_others_leave_is_told_in_one_line():
     code = (
-        "import os, time; from utils.ranks import watchdog; from utils.ranks.start import start\n"
+        "import os, time, torch.distributed as dist; from utils.ranks import watchdog, start\n"
         "watchdog.end_now = lambda *_: None  # which may be faster\n"
-        "start(lambda world, argv: world.rank or (time.sleep(1), os.kill(os.getpid(), 9)), [])"
+        "def main(world, argv):\n"
+        "    dist.barrier()  # a rank that was never connected is waited for\n"
+        "    if world.rank == 0: time.sleep(1), os.kill(os.getpid(), 9)\n"
+        "start.start(main, [])"
     )
     dead, other = run_ranks(2, ["-c", code], timeout=120)
     assert (dead.returncode, other.returncode) == (-9, 1)

@@ -215,7 +215,7 @@ locks: $(VENV)-locks/installed
 	        $$([ $$each != requirements-hta ] || echo --no-deps) || exit 1; \
 	done
 	$(MAKE) VENV=$(VENV)-locked LOCKED=1 $(VENV)-locked/tools-installed
-	{ $(VENV)-locks/bin/pip-licenses --python $(VENV)-locked/bin/python --with-system --format=markdown --order=license; echo; \
+	{ $(VENV)-locks/bin/pip-licenses --python $(VENV)-locked/bin/python --with-system --format=markdown --order=license && echo && \
 	    echo "$(LICENCES)"; } > locks/licences.md
 
 # The one that has nearly all comes first: the others take its versions.

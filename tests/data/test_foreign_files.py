@@ -464,6 +464,30 @@ def test_chunks_of_an_archive_that_nobody_wrote(tmp_path):
         Archive.open([str(path)], ["some"])
 
 
+@pytest.mark.parametrize("what", ["a name without end", "a type of no number", "groups without end", "a pattern"])
+def test_an_archive_that_cannot_be_looked_through(tmp_path, monkeypatch, what):
+    """It is refused: what stops the one who looks would else hide all that follows."""
+    globe().to_netcdf(tmp_path / "a.nc")
+    with h5py.File(tmp_path / "a.nc", "a") as file:
+        if what == "a name without end":
+            file.create_dataset("a", (4,), "f4", external=[(f"/{'x' * 5000}", 0, 16)])
+        elif what == "a type of no number":
+            space = h5py.h5s.create_simple((4,))
+            h5py.h5d.create(file.id, b"a", h5py.h5t.UNIX_D32LE, space)
+        elif what == "groups without end":
+            file.create_group("a/" * 2000)
+        else:
+            source, properties = h5py.VirtualSource("x%b.h5", "a", (1,)), h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            there = h5py.h5s.create_simple((4,), (h5py.h5s.UNLIMITED,))
+            there.select_hyperslab((0,), (h5py.h5s.UNLIMITED,), (1,), (1,))
+            properties.set_virtual(there, b"x%b.h5", b"a", source.sel.id)
+            h5py.h5d.create(file.id, b"a", h5py.h5t.IEEE_F32LE, there, properties)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"a\.nc") as error:
+        open_archive("./a.nc")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_a_zarr_folder_whose_parts_lie_elsewhere(tmp_path, what):

@@ -23,7 +23,7 @@ def check_links(file: h5py.File) -> None:
     """Raise ValueError where an HDF5 file takes values from a file that is not there, or out of its folder."""
     folder = Path(os.path.abspath(file.filename)).resolve().parent
     for name, source in _sources(file, set()):
-        if not source.is_file():
+        if not os.path.isfile(source):  # also where it may not be asked
             raise ValueError(f"{file.filename}: {name} lies in {source}, which is not there: copy it beside, too")
         if not source.resolve().is_relative_to(folder) and not may_link():
             raise ValueError(
@@ -56,7 +56,7 @@ def _sources(file: h5py.File, seen: set[Path]) -> Iterator[tuple[str, Path]]:
         source = path if other == "." else path.parent / other  # `..` behind a link leads on from where that leads
         if source.resolve() != path.resolve():
             yield name, source
-        if source.resolve() not in seen and source.is_file() and h5py.is_hdf5(source):
+        if source.resolve() not in seen and os.path.isfile(source) and h5py.is_hdf5(source):
             with h5py.File(source, "r", locking=False) as another:
                 yield from _sources(another, seen)
 

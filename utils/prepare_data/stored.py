@@ -7,14 +7,18 @@ them out for chunks that nobody wrote.
 Source of the layout of classic files: "The NetCDF Classic Format Specification", NetCDF User's Guide, Unidata.
 """
 
+import contextlib
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
 from utils.data.hdf5 import LARGEST_CHUNK, check_links, check_whole, items
+from utils.errors import first_line
 from utils.reading import check_kind, check_own
 
 GRIB = (".grib", ".grb", ".grib2", ".grb2")
@@ -27,17 +31,20 @@ WIDTHS = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)  # bytes of a number of each type 
 def check_archive(path: str) -> None:
     """Raise ValueError for a file that leads out of its folder, has less than it claims, or claims too much at once.
 
-    A file that cannot be read passes: who reads it says so.
+    A file that cannot be opened passes: who reads it says so. One that can, but not be looked through, does not.
     """
     check_kind(Path(path))
     if Path(path).is_dir():
         check_own(Path(path))
     try:
         arrays = _arrays(path)
-    except Exception as error:  # each engine has its own kinds
-        if isinstance(error, ValueError) and path in str(error):
-            raise
+    except _NotOpened:
         return
+    except Exception as error:  # each engine has its own kinds
+        told = first_line(error)
+        raise ValueError(
+            told if Path(path).name in told else f"{path} cannot be looked through ({told}): check the file"
+        ) from None
     for name, shape, chunk, size in arrays:
         if max(shape, default=0) > LARGEST_AXIS:
             raise ValueError(f"{path} has {name} with {max(shape):,} values: an axis has at most {LARGEST_AXIS:,}")
@@ -61,15 +68,26 @@ def check_stored(path: str, name: str) -> None:
             check_whole(path, file[name])
 
 
+class _NotOpened(Exception):
+    """It is no such file, or is not there."""
+
+
+def _opened(opener: Callable, *args: Any, **options: Any) -> Any:
+    try:
+        return opener(*args, **options)
+    except Exception:  # each engine has its own kinds
+        raise _NotOpened from None
+
+
 def _arrays(path: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
     """Return the arrays that a file claims to have: name, shape, shape of a chunk (() for none), bytes of a number."""
     if Path(path).is_dir():
         import zarr
 
-        found = zarr.open_group(path, mode="r").arrays()
+        found = _opened(zarr.open_group, path, mode="r").arrays()
         return [(name, array.shape, array.chunks, array.dtype.itemsize) for name, array in found]
     if h5py.is_hdf5(path):
-        with h5py.File(path, "r", locking=False) as file:
+        with _opened(h5py.File, path, "r", locking=False) as file:
             check_links(file)
             return [(name, item.shape or (), item.chunks or (), item.dtype.itemsize) for name, item in items(file)]
     if path.endswith(GRIB):
@@ -77,7 +95,7 @@ def _arrays(path: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]
         return []
     import netCDF4
 
-    with netCDF4.Dataset(path) as file:
+    with _opened(netCDF4.Dataset, path) as file:
         arrays = [(name, x.shape, (), np.dtype(x.dtype).itemsize) for name, x in file.variables.items()]
     has, needs = Path(path).stat().st_size, _classic_bytes(path)
     if has < needs:
@@ -89,10 +107,12 @@ def _check_messages(path: str) -> None:
     """Raise ValueError where a message of a GRIB file has more points than any field, or is cut off."""
     import eccodes
 
-    with open(path, "rb") as file:
+    with _opened(open, path, "rb") as file:
         try:
-            while (message := eccodes.codes_grib_new_from_file(file, headers_only=True)) is not None:
-                points = eccodes.codes_get(message, "numberOfDataPoints")
+            while (message := eccodes.codes_grib_new_from_file(file)) is not None:
+                points = 0
+                with contextlib.suppress(eccodes.KeyValueNotFoundError):  # it has no grid
+                    points = eccodes.codes_get(message, "numberOfDataPoints")
                 eccodes.codes_release(message)
                 if points > LARGEST_FIELD:
                     raise ValueError(f"{path} has a field of {points:,} points: one has at most {LARGEST_FIELD:,}")

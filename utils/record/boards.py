@@ -58,6 +58,7 @@ class Curves:
         self.failing: set[str] = set()  # what the disk does not take
         self.unwritten: list[tuple[dict[str, float], int]] = []  # points that may not be on the disk, with their step
         self.lock = threading.Lock()  # held while a point is added, and while the board is opened anew
+        self.syncing = threading.Lock()  # held by the one thread that brings points to the disk
         self.boards: list[SummaryWriter | MlflowBoard] = [SummaryWriter(folder / "logs", purge_step=purge_step)]
         if config.tracker == "mlflow":
             self.boards.append(MlflowBoard(folder, config, goes_on=purge_step is not None))
@@ -97,19 +98,20 @@ class Curves:
 
     def sync(self) -> None:
         """Bring TensorBoard's to the disk: what failed before is opened anew. Any thread may call this."""
-        with self.lock, self.if_there_is_room("Curves"):
-            points, self.unwritten = self.unwritten, []
+        with self.syncing:
+            with self.lock, self.if_there_is_room("Curves"):
+                points, self.unwritten = self.unwritten, []
+                if "Curves" in self.failing:
+                    again = min((step for _, step in points), default=None)  # some may be there already
+                    self.boards[0] = SummaryWriter(self.folder / "logs", purge_step=again)
+                    self.failing.discard("Curves")
+                    for values, step in points:
+                        _add(self.boards[0], values, step)
+            with self.if_there_is_room("Curves"):
+                self.boards[0].flush()
             if "Curves" in self.failing:
-                again = min((step for _, step in points), default=None)  # some may be there already
-                self.boards[0] = SummaryWriter(self.folder / "logs", purge_step=again)
-                self.failing.discard("Curves")
-                for values, step in points:
-                    _add(self.boards[0], values, step)
-        with self.if_there_is_room("Curves"):
-            self.boards[0].flush()
-        if "Curves" in self.failing:
-            with self.lock:
-                self.unwritten = points + self.unwritten
+                with self.lock:
+                    self.unwritten = points + self.unwritten
 
     def send(self) -> None:
         """Bring the trackers' to where it belongs."""

@@ -12,10 +12,10 @@
 # longer: make certificate (every grid is the same model), mutations (does it notice?), combinations (of flags),
 #         faults, soak, slurm, storage, many-ranks (interrupted runs), properties, nightly (all of these), plan-check, skill, simulate, benchmark, figures, docs (the figures in the pages)
 #
-# Each creates .venv and installs the pinned requirements first; with LOCKED=1 exactly what locks/ has, by its hashes.
-# `make demo VENV=system` uses the Python and torch that a module or a container gives, and installs nothing.
+# Each creates .venv and installs the pinned requirements first; with LOCKED=1 exactly what locks/ has, by its hashes, in
+# .venv-locked. `make demo VENV=system` uses the Python and torch that a module or a container gives, and installs nothing.
 
-VENV ?= .venv
+VENV ?= .venv$(if $(LOCKED),-locked)
 
 ifeq ($(VENV),system)
 PYTHON ?= python3
@@ -183,12 +183,12 @@ soak: $(TOOLS)
 	$(PYTHON) tests/proofs/soak.py --json benchmarks/results/soak.json $(SOAK)
 	$(PYTHON) docs/make.py
 
-# A storage that fails for a while under data, checkpoints, records and pictures: some 10 minutes. Needs a C compiler.
+# A storage that fails for a while under data, checkpoints, records, pictures, and other commands: half an hour. Needs a C compiler.
 storage: $(TOOLS)
 	$(PYTHON) tests/proofs/failing_storage.py --json benchmarks/results/storage.json
 	$(PYTHON) docs/make.py
 
-# 64 ranks on this machine: 4 minutes on 2 cores.
+# 64 ranks on this machine, 4 minutes on 2 cores; then what a start costs by the number of ranks.
 many-ranks: $(TOOLS)
 	$(PYTHON) tests/proofs/many_ranks.py --json benchmarks/results/many_ranks.json
 	$(PYTHON) benchmarks/startup.py --json benchmarks/results/startup.json
@@ -230,7 +230,7 @@ audit: $(VENV)-locks/installed
 	        || exit 1; \
 	done
 
-$(VENV)-locks/installed: requirements-locks.txt
+$(VENV)-locks/installed: locks/requirements-locks.txt
 	python3 -m venv $(VENV)-locks
 	$(VENV)-locks/bin/pip install --disable-pip-version-check -q --require-hashes -r locks/requirements-locks.txt
 	touch $@
@@ -252,7 +252,7 @@ simulate: $(READY)
 clean:
 	rm -rf .venv .venv-lock* .venv-torch-* data runs .pytest_cache .ruff_cache
 
-$(VENV)/installed: requirements.txt
+$(VENV)/installed: requirements.txt $(if $(LOCKED),locks/requirements.txt)
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: Python 3.11 or newer is needed, and python3 is $$(python3 -V): load another, or use VENV=system"; exit 1; }
 	@echo "Installing torch and what else training needs into $(VENV): 1 GB, and some more where torch brings CUDA"
@@ -261,13 +261,13 @@ $(VENV)/installed: requirements.txt
 	$(COMPILE)
 	touch $@
 
-$(VENV)/site-installed: requirements-site.txt $(READY)
+$(VENV)/site-installed: requirements-site.txt $(if $(LOCKED),locks/requirements-site.txt) $(READY)
 	$(call install,requirements-site)
 	touch $@
 
 # The tests' tools, and every extra that they try; of Holistic Trace Analysis not JupyterLab, which only shows it.
 $(VENV)/tools-installed: requirements-dev.txt requirements-tools.txt requirements-dali.txt requirements-prepare.txt \
-    requirements-mlflow.txt requirements-maps.txt requirements-site.txt requirements-hta.txt $(READY)
+    requirements-mlflow.txt requirements-maps.txt requirements-site.txt requirements-hta.txt $(if $(LOCKED),locks/requirements-dev.txt) $(READY)
 	@echo "Installing the tools of the tests, and every extra that they try, into $(VENV): 2 GB more"
 	$(call install,requirements-dev)
 	$(call install,requirements-hta) --no-deps

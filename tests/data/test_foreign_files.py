@@ -462,6 +462,9 @@ def test_chunks_of_an_archive_that_nobody_wrote(tmp_path):
     assert [channel.name for channel in Archive.open([str(path)], ["t2m"]).channels] == ["t2m"]
     with pytest.raises(ValueError, match=r"a\.nc holds 7 of 10 chunks of some: copy it again, or finish it"):
         Archive.open([str(path)], ["some"])
+    with h5py.File(path, "a") as file:
+        file["some"].attrs["_FillValue"] = np.zeros(1, "f4")  # they are missing, and told where they are taken
+    assert np.isnan(next(Archive.open([str(path)], ["some"]).read(9, 10))[1]).all()
 
 
 @pytest.mark.parametrize("what", ["a name without end", "a type of no number", "groups without end", "a pattern"])

@@ -136,8 +136,13 @@ def read_only(folders: list[Path], seconds: float) -> None:
         path.with_name("kept").rename(path)
 
 
-def signals(dice: random.Random, ranks: Ranks, folders: Callable[[], list[Path]]) -> str:
-    """Do something random to a run; return what."""
+def signals(
+    dice: random.Random, ranks: Ranks, folders: Callable[[], list[Path]], have_joined: Callable[[], bool]
+) -> str:
+    """Do something random to a run; return what. One rank alone is hit when all have joined.
+
+    For one that never comes the others wait ten minutes: launchers end such jobs.
+    """
     one, short = dice.randrange(len(ranks.processes)), dice.uniform(0.1, 1)
     kinds = {
         "TERM": lambda: ranks.send(signal.SIGTERM),
@@ -155,6 +160,8 @@ def signals(dice: random.Random, ranks: Ranks, folders: Callable[[], list[Path]]
         "read-only disk": lambda: read_only(folders(), short),
     }
     what = dice.choice(list(kinds))
+    while " one" in what and ranks.are_running() and not have_joined():
+        time.sleep(0.05)
     kinds[what]()
     return what
 
@@ -276,19 +283,21 @@ def run(grids: list[Grid], folder: Path, name: str, dice: random.Random) -> tupl
         if dice.random() < 0.2:
             faults.append(SlowDisk(dice.randrange(1000)))
             slow += 1
-        known, told = len(happened), len(log.read_text()) if log.exists() else 0
+        known, told = len(happened), log.stat().st_size if log.exists() else 0
         ranks = Ranks(grid, [*argv, *shown], log, tuple(faults))
         if what == "signal":
             time.sleep(dice.uniform(0.1, 3))
             if ranks.are_running():
-                happened.append(signals(dice, ranks, folders))
+                happened.append(
+                    signals(dice, ranks, folders, lambda told=told: log.exists() and log.stat().st_size > told)
+                )
         try:
             codes = ranks.wait()
         except AssertionError as error:
             raise AssertionError(f"{grid}, {faults}, {what}, {happened}: {error}") from None
         if what != "signal" and -signal.SIGKILL in codes:
             happened.append(f"KILL in {part if what == 'phase' else f'a {what}'}")
-        check_end(", ".join(happened[known:]), codes, log.read_text()[told:])
+        check_end(", ".join(happened[known:]), codes, log.read_bytes()[told:].decode())
         there = newest_iteration(folders())
         assert there >= before, f"the newest checkpoint was {before}, and is {there}"
         before = there
@@ -333,7 +342,11 @@ def evaluated(path: Path, folder: Path, dice: random.Random, ranks: int = 1, mos
                     for process in processes if one == ranks else [processes[one]]:
                         process.kill()
                     what = "evaluation, KILL" if one == ranks or ranks == 1 else "evaluation, KILL one"
-            codes = [process.wait(timeout=300) for process in processes]
+            try:
+                codes = [process.wait(timeout=300) for process in processes]
+            finally:
+                for process in processes:
+                    process.kill()
             log.seek(0)
             check_end(what, codes, log.read())
         if set(codes) == {0}:

@@ -1,8 +1,8 @@
 """What a file of an archive claims to hold, against what it has: before xarray, or a library in C, takes memory for it.
 
 A file from anywhere may claim shapes that fill any memory, name other files, or end before its values do. Libraries
-notice little of this: the one for NetCDF gives out zeros beyond the end of a file of its classic formats, HDF5 gives
-them out for chunks that nobody wrote.
+notice little of this: the one for NetCDF gives out zeros beyond the end of a file of its classic formats, HDF5 a fill
+value, often zero, for chunks that nobody wrote.
 
 Source of the layout of classic files: "The NetCDF Classic Format Specification", NetCDF User's Guide, Unidata.
 """
@@ -40,6 +40,8 @@ def check_archive(path: str) -> None:
         arrays = _arrays(path)
     except _NotOpened:
         return
+    except ImportError as error:
+        raise ValueError(f"reading {path} needs {error.name}: `pip install -r requirements-prepare.txt`") from None
     except Exception as error:  # each engine has its own kinds
         told = first_line(error)
         raise ValueError(
@@ -59,13 +61,17 @@ def check_archive(path: str) -> None:
 
 
 def check_stored(path: str, name: str) -> None:
-    """Raise ValueError where an HDF5 file holds a part of a variable only: the rest would be given out as zeros.
+    """Raise ValueError where an HDF5 file holds a part of a variable only, and the rest would look like values.
 
-    In Zarr a chunk that is not there is one of nothing but the fill value; the other formats have no chunks.
+    What reads as missing passes: who takes it says so. In Zarr a chunk that is not there is one of the fill value; the
+    other formats have no chunks.
     """
     if Path(path).is_file() and h5py.is_hdf5(path):
         with h5py.File(path, "r", locking=False) as file:
-            check_whole(path, file[name])
+            variable, missing = file[name], ("_FillValue", "missing_value")
+            said = [float(x) for one in missing for x in np.ravel(variable.attrs.get(one, []))]
+            if variable.chunks is None or not (np.isnan(variable.fillvalue) or float(variable.fillvalue) in said):
+                check_whole(path, variable)
 
 
 class _NotOpened(Exception):

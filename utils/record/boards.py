@@ -86,13 +86,13 @@ class Curves:
             with whole(path, sync=False) as part:
                 imsave(part, pixels, format="png")
             self.failing.discard("Pictures")
-        with self.if_there_is_room("Curves"):
+        with self.lock, self.if_there_is_room("Curves"):
             for board in self.boards:
                 board.add_image(f"Visualization, {name}", pixels, step, dataformats="HWC")
 
     def text(self, name: str, text: str, step: int) -> None:
         """Add a text, in Markdown."""
-        with self.if_there_is_room("Curves"):
+        with self.lock, self.if_there_is_room("Curves"):
             for board in self.boards:
                 board.add_text(name, text, step)
 

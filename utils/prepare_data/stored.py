@@ -68,9 +68,10 @@ def check_stored(path: str, name: str) -> None:
     """
     if Path(path).is_file() and h5py.is_hdf5(path):
         with h5py.File(path, "r", locking=False) as file:
-            variable, missing = file[name], ("_FillValue", "missing_value")
-            said = [float(x) for one in missing for x in np.ravel(variable.attrs.get(one, []))]
-            if variable.chunks is None or not (np.isnan(variable.fillvalue) or float(variable.fillvalue) in said):
+            variable, fill = file[name], file[name].fillvalue
+            said = [x for one in ("_FillValue", "missing_value") for x in np.ravel(file[name].attrs.get(one, []))]
+            is_missing = variable.dtype.kind in "iuf" and (fill != fill or any(x == fill for x in said))  # or NaN
+            if variable.chunks is None or not is_missing:
                 check_whole(path, variable)
 
 

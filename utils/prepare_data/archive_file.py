@@ -6,9 +6,11 @@ Shapes: T time steps, L levels, H latitudes, W longitudes.
 """
 
 import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -193,8 +195,10 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
             import cfgrib
 
             logging.getLogger("cfgrib").setLevel(logging.CRITICAL)  # what it logs it raises, too
-            # Index files are pickles: given elsewhere, these two are heeded here and there only.
-            return cfgrib.open_datasets(path, backend_kwargs={"indexpath": "", "errors": "raise"})
+            with TemporaryDirectory() as own, warnings.catch_warnings(action="ignore", category=FutureWarning):
+                # An index saves a scan of the file for each variable. It is a pickle: one that lies beside is not
+                # read. cfgrib heeds these two for all that it opens among backend_kwargs only.
+                return cfgrib.open_datasets(path, backend_kwargs={"indexpath": f"{own}/{{hash}}", "errors": "raise"})
         if Path(path).is_dir():
             return [xarray.open_zarr(path, chunks=None)]
         return [xarray.open_dataset(path)]

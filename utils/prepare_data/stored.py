@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from utils.data.hdf5 import LARGEST_CHUNK, check_links, check_whole, items
+from utils.data.hdf5 import LARGEST_CHUNK, check_links, check_whole
 from utils.errors import first_line
 from utils.reading import check_kind, check_own
 
@@ -68,8 +68,10 @@ def check_stored(path: str, name: str) -> None:
     """
     if Path(path).is_file() and h5py.is_hdf5(path):
         with h5py.File(path, "r", locking=False) as file:
-            variable, fill = file[name], file[name].fillvalue
-            said = [x for one in ("_FillValue", "missing_value") for x in np.ravel(file[name].attrs.get(one, []))]
+            other = f"_nc4_non_coord_{name}"  # NetCDF's name for a variable that has that of an axis which it lacks
+            variable = file[other] if other in file else file[name]
+            fill = variable.fillvalue
+            said = [x for one in ("_FillValue", "missing_value") for x in np.ravel(variable.attrs.get(one, []))]
             is_missing = variable.dtype.kind in "iuf" and (fill != fill or any(x == fill for x in said))  # or NaN
             if variable.chunks is None or not is_missing:
                 check_whole(path, variable)
@@ -87,7 +89,10 @@ def _opened(opener: Callable, *args: Any, **options: Any) -> Any:
 
 
 def _arrays(path: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]]:
-    """Return the arrays that a file claims to have: name, shape, shape of a chunk (() for none), bytes of a number."""
+    """Return the arrays that a file claims to have, but for those of groups, which are not read.
+
+    Each has a name, its shape, the shape of a chunk (() for none), bytes of a number.
+    """
     if Path(path).is_dir():
         import zarr
 
@@ -96,18 +101,19 @@ def _arrays(path: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]
     if h5py.is_hdf5(path):
         with _opened(h5py.File, path, "r", locking=False) as file:
             check_links(file)
-            return [(name, item.shape or (), item.chunks or (), item.dtype.itemsize) for name, item in items(file)]
+            arrays = [(name, item) for name, item in file.items() if isinstance(item, h5py.Dataset)]
+            return [(name, item.shape or (), item.chunks or (), item.dtype.itemsize) for name, item in arrays]
     if path.endswith(GRIB):
         _check_messages(path)
         return []
     import netCDF4
 
-    with _opened(netCDF4.Dataset, path) as file:
-        arrays = [(name, x.shape, (), np.dtype(x.dtype).itemsize) for name, x in file.variables.items()]
-    has, needs = Path(path).stat().st_size, _classic_bytes(path)
-    if has < needs:
+    with _opened(open, path, "rb") as file:
+        is_classic = file.read(3) == b"CDF"
+    if is_classic and (has := Path(path).stat().st_size) < (needs := _classic_bytes(path)):
         raise ValueError(f"{path} has {has:,} bytes of {needs:,}: copy it again")
-    return arrays
+    with _opened(netCDF4.Dataset, path) as file:
+        return [(name, x.shape, (), np.dtype(x.dtype).itemsize) for name, x in file.variables.items()]
 
 
 def _check_messages(path: str) -> None:
@@ -131,7 +137,7 @@ def _classic_bytes(path: str) -> int:
     """Return how many bytes a file of NetCDF's classic formats must have to hold all its values."""
     with open(path, "rb") as file:
         version = file.read(4)[3]
-        count, offset = (">q" if version == 5 else ">i"), (">i" if version == 1 else ">q")
+        count, offset = (">Q" if version == 5 else ">I"), (">I" if version == 1 else ">Q")
 
         def number(kind: str = count) -> int:
             return struct.unpack(kind, file.read(struct.calcsize(kind)))[0]
@@ -142,16 +148,18 @@ def _classic_bytes(path: str) -> int:
             file.read(-size % 4)
 
         def length() -> int:
-            number(">i")  # what comes: dimensions, attributes, variables, or nothing
+            number(">I")  # what comes: dimensions, attributes, variables, or nothing
             return number()
 
         def skip_attributes() -> None:
             for _ in range(length()):
                 skip(number())
-                width = WIDTHS[number(">i")]
+                width = WIDTHS[number(">I")]
                 skip(width * number())
 
         records, sizes, ends, steps = number(), [], [], []
+        if records == 2 ** (8 * struct.calcsize(count)) - 1:
+            raise ValueError(f"{path} does not say how many records it has: let what writes it close it first")
         for _ in range(length()):
             skip(number())
             sizes.append(number())  # 0 for the one that grows, with each record
@@ -160,11 +168,11 @@ def _classic_bytes(path: str) -> int:
             skip(number())
             shape = [sizes[number()] for _ in range(number())]
             skip_attributes()
-            size = WIDTHS[number(">i")] * math.prod(shape[shape[:1] == [0] :])
+            size = WIDTHS[number(">I")] * math.prod(shape[shape[:1] == [0] :])
             number()  # its padded size, which files beyond 4 GB have no room for
             begin = number(offset)
             ends.append((begin, size, shape[:1] == [0]))
             steps += [size] * (shape[:1] == [0])
     record = steps[0] if len(steps) == 1 else sum(size + -size % 4 for size in steps)
-    last = (max(records, 0) - 1) * record  # -1 where a file is still written: it has as many as fit
-    return max((begin + size + grows * last for begin, size, grows in ends if not grows or records > 0), default=0)
+    last = (records - 1) * record
+    return max((begin + size + grows * last for begin, size, grows in ends if records or not grows), default=0)

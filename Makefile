@@ -25,7 +25,7 @@ SITE :=
 else
 PYTHON := $(VENV)/bin/python
 # $(call install,requirements) in the versions that pip finds today for what they need, or in those of the lock.
-install = $(PYTHON) -m pip install --disable-pip-version-check -q $(if $(LOCKED),--require-hashes -r locks/$(1).txt,-r $(1).txt)
+install = $(PYTHON) -m pip install --disable-pip-version-check --no-compile -q $(if $(LOCKED),--require-hashes -r locks/$(1).txt,-r $(1).txt)
 READY := $(VENV)/installed
 TOOLS := $(VENV)/tools-installed
 SITE := $(VENV)/site-installed
@@ -263,6 +263,7 @@ $(VENV)/installed: requirements.txt $(if $(LOCKED),locks/requirements.txt)
 
 $(VENV)/site-installed: requirements-site.txt $(if $(LOCKED),locks/requirements-site.txt) $(READY)
 	$(call install,requirements-site)
+	$(COMPILE)
 	touch $@
 
 # The tests' tools, and every extra that they try; of Holistic Trace Analysis not JupyterLab, which only shows it.

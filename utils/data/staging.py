@@ -56,8 +56,8 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
     except OSError as error:
         where = error.filename or folder
         raise ValueError(
-            f"cannot copy the data to stage_dir {folder!r} ({where}: {error.strerror}): give a folder in the node "
-            f"that you may write to, or leave --stage_dir out"
+            f"cannot copy the data to stage_dir {folder!r} ({where}: {error.strerror}): give another folder "
+            f"in the node that you may write to, or leave --stage_dir out"
         ) from None
     progress.report(done=True)
     for i in used:

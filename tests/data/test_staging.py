@@ -109,7 +109,7 @@ def test_a_bit_that_flips_while_a_file_is_copied(tiny, tmp_path, monkeypatch):
         return original(path)
 
     monkeypatch.setattr(staging, "checksum", flipped)
-    with pytest.raises(ValueError, match=r"200\d\.h5: it reads otherwise than it was written\): give a folder"):
+    with pytest.raises(ValueError, match=r"200\d\.h5: it reads otherwise than it was written\): give another folder"):
         weather(tiny, "--stage_dir", str(tmp_path / "node"))
     assert not list((tmp_path / "node").rglob("*.h5"))
 

@@ -134,7 +134,7 @@ def test_groups_of_heads_are_gathered_in_time(tmp_path):
 
 @pytest.mark.parametrize("amp", ["none", at_night("bf16")])
 @pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("tp, cp", [(1, 2), at_night(1, 4), (2, 2)])
+@pytest.mark.parametrize("tp, cp", [at_night(1, 2), at_night(1, 4), (2, 2)])
 def test_borders_cost_what_the_formula_says(tmp_path, tp, cp, steps, amp):
     """Rank 0 has the northernmost rows: a border of `overlap` rows, which 2 shards send to each other.
 

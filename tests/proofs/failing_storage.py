@@ -300,7 +300,7 @@ def main() -> int:
             except Exception as error:
                 result, failed = "WRONG", failed + 1
                 traceback.print_exception(error)
-                print(f"{row}, {kind}: {error}", file=sys.stderr)
+            print(f"{row}, {kind}: {result}", file=sys.stderr, flush=True)
             found.setdefault(row, {})[kind] = result
         failing_calls = sum(path.stat().st_size for path in folder.glob("*.count"))
     print(

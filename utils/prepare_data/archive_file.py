@@ -191,19 +191,27 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
         raise ValueError(f"no file {path!r}: {'copy it here first' if '://' in path else 'check the path'}")
     check_archive(path)
     try:
-        if path.endswith(GRIB):
-            import cfgrib
-
-            logging.getLogger("cfgrib").setLevel(logging.CRITICAL)  # what it logs it raises, too
-            with TemporaryDirectory() as own, warnings.catch_warnings(action="ignore", category=FutureWarning):
-                # An index saves a scan of the file for each variable. It is a pickle: one that lies beside is not
-                # read. cfgrib heeds these two for all that it opens among backend_kwargs only.
-                return cfgrib.open_datasets(path, backend_kwargs={"indexpath": f"{own}/{{hash}}", "errors": "raise"})
-        if Path(path).is_dir():
-            return [xarray.open_zarr(path, chunks=None)]
-        return [xarray.open_dataset(path)]
+        with warnings.catch_warnings(action="ignore"):  # of libraries, for who calls them
+            if path.endswith(GRIB):
+                return _opened_grib(path)
+            if Path(path).is_dir():
+                return [xarray.open_zarr(path, chunks=None)]
+            return [xarray.open_dataset(path)]
     except Exception as error:  # each engine has its own kinds
         raise ValueError(f"cannot read {path} as NetCDF, Zarr or GRIB ({first_line(error)}): check the file") from None
+
+
+def _opened_grib(path: str) -> list["xarray.Dataset"]:
+    """Open a GRIB file by an index of its messages, without which it is scanned again for each variable.
+
+    An index is a pickle: one that lies beside the file is not read.
+    """
+    import cfgrib
+
+    logging.getLogger("cfgrib").setLevel(logging.CRITICAL)  # what it logs it raises, too
+    with TemporaryDirectory() as own:
+        # cfgrib heeds these two for all that it opens among backend_kwargs only.
+        return cfgrib.open_datasets(path, backend_kwargs={"indexpath": f"{own}/{{hash}}", "errors": "raise"})
 
 
 def _axis_names(dataset: "xarray.Dataset") -> dict[str, str]:

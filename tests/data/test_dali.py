@@ -63,7 +63,9 @@ def test_the_same_losses(tiny):
     np.testing.assert_allclose(dali, native, rtol=1e-5)
 
 
-def test_without_dali_the_remedy_is_named(tiny, monkeypatch):
+@pytest.mark.parametrize("cuda, extra", [(None, ""), ("12.8", ""), ("13.0", "-cuda130")])
+def test_without_dali_the_remedy_is_named(tiny, monkeypatch, cuda, extra):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    with pytest.raises(ValueError, match="pip install -r requirements-dali.txt"):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ValueError, match=f"pip install -r requirements-dali{extra}.txt"):
         weather(tiny, *DALI)

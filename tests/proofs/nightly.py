@@ -49,8 +49,8 @@ def table(steps: dict[str, dict[str, str]]) -> str:
     for name, (what, command) in STEPS.items():
         step = steps.get(name)
         told = [step[key] for key in ("date", "commit", "minutes", "result")] if step else [NEVER, "", "", ""]
-        rows.append([what, f"`{command}`", *told])
-    return markdown(["what", "command", "ran last", "commit", "minutes", "result"], rows)
+        rows.append([what, name, f"`{command}`", *told])
+    return markdown(["what", "name", "command", "ran last", "commit", "minutes", "result"], rows)
 
 
 def ran(command: str) -> dict[str, str]:

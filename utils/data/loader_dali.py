@@ -4,7 +4,7 @@ Which samples make a batch, and who reads them, is as in loader.py: DALI's exter
 that lie ready in its ring, without a copy. What differs is the way from there: DALI's own threads and streams, two
 batches ahead. Without a GPU its CPU backend does the same.
 
-DALI is an extra: `pip install -r requirements-dali.txt`.
+DALI is an extra: `pip install -r requirements-dali-cuda130.txt`, or requirements-dali.txt for CUDA 12.
 """
 
 import contextlib
@@ -29,9 +29,10 @@ def check_dali() -> None:
     try:
         import nvidia.dali  # noqa: F401
     except ImportError:
+        extra = "requirements-dali" + "-cuda130" * (torch.version.cuda or "").startswith("13") + ".txt"
         raise ValueError(
-            "data_loader_config dali needs DALI, which is not installed: `pip install -r requirements-dali.txt`, or "
-            "use --data_loader_config pytorch"
+            f"data_loader_config dali needs DALI, which is not installed: `pip install -r {extra}`, or use "
+            "--data_loader_config pytorch"
         ) from None
 
 

@@ -223,11 +223,14 @@ REQUIREMENTS = requirements-dev $(filter-out requirements-dev,$(basename $(wildc
 LICENCES = Those that are UNKNOWN here have their licence in the package: eccodeslib and eckitlib Apache-2.0, hdf5plugin MIT \
     (each filter in it has its own), torchao BSD-3-Clause. cuda-toolkit is empty: it names other packages.
 
-# Asks PyPI for known vulnerabilities of what is pinned.
+# Asks PyPI for known vulnerabilities of all that is pinned, for whatever Python and system. It takes one version of a name
+# in a list: a second one (for another Python) goes to a list of its own.
 audit: $(VENV)-locks/installed
-	for each in $(basename $(notdir $(wildcard locks/*.txt))); do echo $$each; \
-	    $(VENV)-locks/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off -r locks/$$each.txt \
-	        || exit 1; \
+	rm -rf build/audit && mkdir -p build/audit
+	cat locks/*.txt | sed -n 's/^\([A-Za-z0-9_.-]*==[^ ;\\]*\).*/\1/p' | sort -u \
+	    | awk -F== '{ print > ("build/audit/" n[$$1]++ ".txt") }'
+	for each in build/audit/*.txt; do \
+	    $(VENV)-locks/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r $$each || exit 1; \
 	done
 
 $(VENV)-locks/installed: locks/requirements-locks.txt

@@ -54,6 +54,13 @@ def complete(path: Path, sync: bool = True) -> None:
         to_disk(path.parent)
 
 
+def seen(path: str | Path) -> list[str | int]:
+    """Return where a file lies, and what changes when it does; also of a folder of files, as Zarr writes them."""
+    status = [file.stat() for file in Path(path).rglob("*") if file.is_file()] or [Path(path).stat()]
+    total, newest = sum(one.st_size for one in status), max(one.st_mtime_ns for one in status)
+    return [str(Path(path).resolve()), len(status), total, newest]
+
+
 def folders_in(folder: Path) -> list[Path]:
     """Return the folders in a folder; none where it is not there.
 

@@ -83,6 +83,26 @@ def test_an_archive_with_two_lists_of_members(tmp_path):
         check_archive(torn)
 
 
+@pytest.mark.parametrize("other", ["w/data.pkl", "v/data.pkl", "w/DATA.pkl"])
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_archive_with_two_members_of_one_name(tmp_path, other):
+    """Python takes the last, torch the first."""
+    huge = b"\x80\2cbuiltins\nbytearray\nJ\0\0\0\x40\x85R."
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as out:
+        for name, content in zip((other, "w/data.pkl", "w/data/0", "w/version"), (huge, storage(2), bytes(8), b"3\n")):
+            out.writestr(name, content)
+    with pytest.raises(ValueError, match="members share a name"):
+        check_archive(tmp_path / "a.pt")
+
+
+def test_an_archive_with_a_member_of_two_names(tmp_path):
+    """Of a name with a zero byte Python takes what is before it."""
+    path = archive(tmp_path / "a.pt", storage(2), bytes(8), **{"data.pkl!x": b""})
+    path.write_bytes(path.read_bytes().replace(b"data.pkl!", b"data.pkl\0"))
+    with pytest.raises(ValueError, match="members share a name"):
+        check_archive(path)
+
+
 @pytest.mark.parametrize("large", [False, True])
 def test_archives_of_torch_are_read(tmp_path, large, monkeypatch):
     """Also such as have the records of large ones."""

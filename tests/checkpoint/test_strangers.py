@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from tests.helpers import Evil, run_folder, run_here, tiny_flags
 from utils.checkpoint import store as checkpoint
@@ -122,6 +122,7 @@ def test_bytes_would_have_run(newest, tiny):
         (lambda place, size: setattr(size.chunks[0], "offsets", torch.Size([0, 0, 1])), "do not make up"),
         (lambda place, size: setattr(size, "chunks", size.chunks * 2), "do not make up"),
         (lambda place, size: setattr(size, "chunks", []), "do not make up"),
+        (lambda place, size: (setattr(size, "size", torch.Size([0, 2**63])), setattr(size, "chunks", [])), "no count"),
         (lambda place, size: setattr(size.properties, "dtype", torch.complex128), "has only"),
     ],
 )
@@ -143,6 +144,21 @@ def test_slices_that_share_their_bytes(newest):
         place.offset, place.length = largest.offset, largest.length
     write(newest, own)
     with pytest.raises(Unreadable, match="slices lie upon each other"):
+        checkpoint.metadata(newest)
+
+
+def test_slices_that_cover_one_number_twice_and_another_never(newest):
+    own = described(newest)
+    tensor = own.state_dict_metadata[TENSOR]
+    one, rows, columns = tensor.size
+    tensor.chunks = [
+        ChunkStorageMetadata(torch.Size([0, 0, 0]), torch.Size([one, rows - 1, columns])),
+        ChunkStorageMetadata(torch.Size([0, 1, 0]), torch.Size([one, 1, columns])),
+    ]
+    (place,) = (place for index, place in own.storage_data.items() if index.fqn == TENSOR)
+    own.storage_data |= {MetadataIndex(TENSOR, chunk.offsets): place for chunk in tensor.chunks}
+    write(newest, own)
+    with pytest.raises(Unreadable, match=f"the slices of {TENSOR} do not make up"):
         checkpoint.metadata(newest)
 
 

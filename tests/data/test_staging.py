@@ -40,7 +40,7 @@ def test_the_progress_is_printed(tiny, tmp_path, monkeypatch, capsys):
 
 def test_only_the_files_in_use_are_copied_and_only_once(tiny, tmp_path, monkeypatch):
     copied, original = [], staging._copy
-    monkeypatch.setattr(staging, "_copy", lambda a, b, progress: copied.append(a.name) or original(a, b, progress))
+    monkeypatch.setattr(staging, "_copy", lambda a, *more: copied.append(a.name) or original(a, *more))
     flags = ["--stage_dir", str(tmp_path / "node"), "--limit_nsamples", "13"]
     data = weather(tiny, *flags)
     assert copied == ["2001.h5", "2003.h5"]
@@ -66,7 +66,7 @@ def test_four_ranks_share_the_copying(tiny, tmp_path):
 
 def test_a_file_that_another_process_copies_is_waited_for(tiny, tmp_path, monkeypatch):
     copied, original = [], staging._copy
-    monkeypatch.setattr(staging, "_copy", lambda a, b, progress: copied.append(a.name) or original(a, b, progress))
+    monkeypatch.setattr(staging, "_copy", lambda a, *more: copied.append(a.name) or original(a, *more))
     second = (tmp_path / "node").joinpath(*(tiny / "train/2002.h5").parts[1:])
     second.parent.mkdir(parents=True)
     hold = "import sys, pathlib; from utils.files import lock; held = lock(pathlib.Path(sys.argv[1])); print(); input()"
@@ -97,6 +97,25 @@ def test_a_copy_that_fails_leaves_nothing_and_is_repeated(tiny, tmp_path, monkey
     data = weather(tiny, *flags)
     with h5py.File(data.train_files.paths[1]) as file:
         assert len(file["fields"]) == 9
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_an_original_that_is_replaced_after_its_head_was_read(tiny, tmp_path, monkeypatch, when):
+    """Its values may begin elsewhere; and half of each is no file at all."""
+    original = tiny / "train/2001.h5"
+    size = original.stat().st_size
+
+    def replace(*_: object) -> None:
+        (tiny / "new").write_bytes(bytes(size))
+        (tiny / "new").rename(original)
+
+    hook = {"before": (staging._Progress, "check_space"), "while": (staging, "checksum")}[when]
+    called = getattr(*hook)
+    monkeypatch.setattr(*hook, lambda *args: replace() or called(*args))
+    with pytest.raises(ValueError, match=r"2001\.h5 is another file than at the start"):
+        weather(tiny, "--stage_dir", str(tmp_path / "node"))
+    copies = list((tmp_path / "node").rglob("2001.h5"))
+    assert not copies or copies[0].read_bytes() == bytes(size)
 
 
 def test_a_bit_that_flips_while_a_file_is_copied(tiny, tmp_path, monkeypatch):

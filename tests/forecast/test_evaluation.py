@@ -36,8 +36,9 @@ from utils.config.settings import Config
 from utils.data import ring
 from utils.data.files import Files
 from utils.errors import Ended, ReadError, WriteError
+from utils.files import seen
 from utils.forecast.data import ForecastData
-from utils.forecast.run import seen, share_out
+from utils.forecast.run import share_out
 from utils.forecast.settings import Evaluation, load_evaluation
 from utils.forecast.store import ForecastStore
 from utils.run.folder import lock_run

@@ -297,6 +297,32 @@ def test_an_unfinished_run_of_other_data_is_left_behind(tmp_path, interrupted, m
     assert read(tmp_path / "out")["train/2001.h5"]["channel_names"] == ["z850"]
 
 
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_an_unfinished_run_of_an_archive_that_was_corrected_is_left_behind(tmp_path, monkeypatch, capsys, zarr_format):
+    """One chunk of a Zarr folder is written again; in format 3 it lies some folders below its array."""
+    path = tmp_path / "a.zarr"
+    data = dataset(start="2000-12-31", steps=8).drop_vars("z")
+    data.to_zarr(path, zarr_format=zarr_format, consolidated=False, encoding={"t2m": {"chunks": (1, 9, 16)}})
+    command, original = [str(path), "--out", str(tmp_path / "out")], prepare_data.Archive.read
+    for changes in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(Archive, "read", lambda *a: original(*a) if a[1] < 4 else interrupt())
+            assert main(command) == 130
+        if changes:
+            import zarr
+
+            zarr.open_group(path, mode="r+")["t2m"][1] = 99.0
+        assert main(command) == 0
+        told = "starting afresh" if changes else "1 file(s) are complete"
+        assert told in capsys.readouterr().out
+        assert (read(tmp_path / "out")["train/2000.h5"]["fields"][1] == 99).all() == changes
+        shutil.rmtree(tmp_path / "out")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_missing_values_are_counted_across_an_interruption(tmp_path, monkeypatch, capsys):
     raw, original = dataset(steps=1500), prepare_data.Archive.read
     raw.t2m[[3, 1400], 2, 5] = np.nan

@@ -1,6 +1,7 @@
 """Archives of strangers (NetCDF, Zarr, GRIB): they have what they claim, and nothing in them runs code."""
 
 import contextlib
+import gzip
 import json
 import os
 import pickle
@@ -177,6 +178,16 @@ def test_a_classic_file_that_was_cut_off(tmp_path, format, grows, types):
     os.truncate(path, whole - padding - 1)
     needs = f"{whole - padding:,}"
     with pytest.raises(ValueError, match=rf"a\.nc has [\d,]+ bytes of {needs}: copy it again"):
+        open_archive(str(path))
+
+
+def test_a_compressed_classic_file(tmp_path):
+    """xarray would unfold it in memory, where SciPy is there: nobody looked at it."""
+    write_classic(tmp_path / "a.nc", CLASSIC[0], True, "f4")
+    path = tmp_path / "a.nc.gz"
+    path.write_bytes(gzip.compress((tmp_path / "a.nc").read_bytes()))
+    assert xarray.open_dataset(path).sizes
+    with pytest.raises(ValueError, match=r"cannot read .*a\.nc\.gz as NetCDF, Zarr or GRIB"):
         open_archive(str(path))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -180,9 +181,13 @@ def newest_iteration(run_folders: Iterable[Path]) -> int:
 
 
 def worst_error(path: Path, serial: Path) -> tuple[float, float]:
-    """Return the largest difference of two runs over the largest value: of what they recorded, and of their tensors."""
+    """Return the largest difference of two runs over the largest value: of what they recorded, and of their tensors.
+
+    It is infinite where one of them has a value that is no number.
+    """
     losses, norms, scores, one = _values(path)
     expected = _values(serial)
+    assert one.keys() == expected[3].keys()
     told = max(_error(torch.tensor(a), torch.tensor(b)) for a, b in zip((losses, norms, scores), expected))
     return told, max(_error(one[name], expected[3][name]) for name in one)
 
@@ -197,7 +202,10 @@ def _values(run: Path) -> tuple[list[float], list[float], list[float], dict[str,
 
 def _error(one: torch.Tensor, other: torch.Tensor) -> float:
     one, other = one.double(), other.double()
-    return float((one - other).abs().max() / other.abs().max())
+    if torch.equal(one, other):
+        return 0.0
+    error = float((one - other).abs().max() / other.abs().max())
+    return error if math.isfinite(error) else math.inf  # max() would drop what is no number
 
 
 def check_equal(path: Path, whole: Path) -> None:

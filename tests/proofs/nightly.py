@@ -53,6 +53,12 @@ def table(steps: dict[str, dict[str, str]]) -> str:
     return markdown(["what", "name", "command", "ran last", "commit", "minutes", "result"], rows)
 
 
+def figure(step: dict[str, str]) -> str:
+    """Return when a proof ran last, and of which commit, as the README's table has it."""
+    commit, dirty, _ = step["commit"].partition("-dirty")
+    return f"{step['date']}, {commit[:7]}{dirty}" + ", failed" * (step["result"] != "passed")
+
+
 def ran(command: str) -> dict[str, str]:
     """Run a command; return the date, the minutes, and what became of it."""
     start, date = time.monotonic(), datetime.now(timezone.utc).strftime("%Y-%m-%d")
@@ -71,7 +77,7 @@ def main() -> int:
     for name in args.only:
         print(f"== {name}: {STEPS[name][1]}", flush=True)
         steps[name] = {"commit": at, **ran(STEPS[name][1])}
-        told = {one: f"{step['date']}, {step['commit'][:7]}" for one, step in steps.items()}
+        told = {name: figure(step) for name, step in steps.items()}
         write_record(RECORD, dict.fromkeys(STEPS, NEVER) | told, {}, steps=steps)
         print(f"== {name}: {steps[name]['result']}, {steps[name]['minutes']} minutes", flush=True)
     subprocess.run([sys.executable, "docs/make.py"], cwd=ROOT, check=True)

@@ -1,6 +1,7 @@
 """Whatever ends a run: one plain command goes on with it, and it ends as if nothing had happened."""
 
 import contextlib
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import run_folder, tiny_flags, wait_until, write_data
+from tests.proofs import interruptions
 from tests.proofs.injections import FAULTS, KILL, At, Fault, InSave, InValidation, Send
 from tests.proofs.interruptions import (
     FLAGS,
@@ -55,6 +57,17 @@ def late(log: Path) -> Iterator[None]:
     """Be away in a save for longer than the others wait."""
     wait_until(lambda: LOST in log.read_text())
     yield
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_runs_whose_values_are_no_numbers_are_not_equal(monkeypatch, part):
+    """Wherever they stand: `max` drops those that are not first."""
+    one = torch.ones(3)
+    whole = [1.0, 2.0], [1.0], [1.0, 3.0], {"a": one, "b": one}
+    bad = [*whole]
+    bad[part] = {"a": one, "b": one * math.nan} if part == 3 else [*whole[part][:-1], math.nan]
+    monkeypatch.setattr(interruptions, "_values", {"whole": whole, "bad": bad}.get)
+    assert max(worst_error("whole", "whole")) == 0 and max(worst_error("bad", "whole")) == math.inf
 
 
 def deaf() -> None:

@@ -12,6 +12,7 @@ from tests.proofs import nightly
 def night(tmp_path, monkeypatch):
     """Return a function that runs the night with these commands, and gives its code and its record."""
     monkeypatch.setattr(nightly, "RECORD", tmp_path / "nightly.json")
+    nightly.commit()  # known from here on: what follows runs nothing
     pages = []
     monkeypatch.setattr(nightly.subprocess, "run", lambda command, **_: pages.append(command[-1]))
 
@@ -29,6 +30,14 @@ def test_a_proof_that_fails_is_told_and_the_next_ones_run(night, capfd):
     code, steps = night({"a": "true", "b": "exit 3", "c": "true"})
     assert code == 1 and [steps[name]["result"] for name in "abc"] == ["passed", "failed, code 3", "passed"]
     assert capfd.readouterr().out.endswith("2 of 3 passed; failed: b\n")
+
+
+def test_what_the_readme_tells_of_a_proof(night, monkeypatch):
+    """That it failed; that the code was no commit's."""
+    monkeypatch.setattr(nightly, "commit", lambda: "0123456789ab-dirty")
+    night({"a": "true", "b": "exit 3"})
+    figures = json.loads(nightly.RECORD.read_text())["figures"]
+    assert figures["a"].endswith(", 0123456-dirty") and figures["b"].endswith(", 0123456-dirty, failed")
 
 
 def test_what_ran_another_night_is_kept(night, tmp_path):

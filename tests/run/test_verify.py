@@ -93,6 +93,26 @@ def test_replicas_that_differ_are_not_saved(tiny, name):
 
 
 @dataclass
+class FlipInValidation(Flip):
+    """The weights were compared after the same iteration."""
+
+    def after_step(self, iteration: int, left: int) -> None:
+        pass
+
+    def after_validation_batch(self, iteration: int) -> None:
+        super().after_step(iteration, 0)
+        self.iteration = -1 if iteration == self.iteration else self.iteration  # once
+
+
+@pytest.mark.parametrize("iteration, found", [(0, 1), (6, 6)])  # before the first step, and at the end of an epoch
+def test_replicas_that_a_validation_changed_are_not_saved(tiny, iteration, found):
+    flags = "--verify_every=1", "--checkpoint_every=2", "--validate_first"
+    folder, codes, said = run_all(tiny, "dp 2", "00", [FlipInValidation(0, iteration)], *flags)
+    assert set(codes) == {2} and f"after {found} iterations, and agreed after {iteration}" in said
+    assert not [path for path in checkpoint.find(folder / "checkpoints") if path.name >= f"{iteration:08}-validated"]
+
+
+@dataclass
 class FlipForAMoment(Flip):
     """The bit is back when the sum is made."""
 

@@ -88,7 +88,9 @@ def check_archive(file: Path | BinaryIO) -> None:
         _check_end(stream, total)
         if sum(x.file_size for x in members) > total:
             raise ValueError("an archive whose members lie upon each other")
-        names = {x.filename.partition("/")[2]: x for x in members}
+        names = {x.orig_filename.partition("/")[2]: x for x in members}
+        if len({name.lower() for name in names}) < len(members) or any(x.filename != x.orig_filename for x in members):
+            raise ValueError("an archive whose members share a name: two readers could take two of them")
         if "data.pkl" not in names:
             raise ValueError("an archive without data.pkl: torch writes it")
         content = archive.read(names["data.pkl"])

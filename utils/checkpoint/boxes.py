@@ -13,6 +13,27 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+MOST_CUTS = 32  # of boxes into groups and these again; a tensor is cut twice along each dim
+
+
+def lie_apart(chunks: Sequence[ChunkStorageMetadata], cuts: int = MOST_CUTS) -> bool:
+    """Are these boxes disjoint, by planes that lie between them, and by planes between those of one side?"""
+    if len(chunks) < 2:
+        return True
+    if not cuts:
+        return False
+    for dim in range(len(chunks[0].sizes)):
+        groups: list[list[ChunkStorageMetadata]] = []
+        end = -1
+        for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+            if chunk.offsets[dim] >= end:
+                groups.append([])
+            groups[-1].append(chunk)
+            end = max(end, chunk.offsets[dim] + chunk.sizes[dim])
+        if len(groups) > 1:
+            return all(lie_apart(group, cuts - 1) for group in groups)
+    return False
+
 
 class Place(NamedTuple):
     """Where this rank's part of a parameter lies.

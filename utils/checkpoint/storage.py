@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.futures import Future
 
 from utils.checkpoint.archives import check_archive, check_operations
+from utils.checkpoint.boxes import lie_apart
 from utils.checksum import checksum
 from utils.files import to_disk
 
@@ -178,7 +179,7 @@ def checked(found: Any, folder: Path) -> described.Metadata:
 
 
 def _count(x: Any) -> int:
-    if not isinstance(x, int) or x < 0:
+    if not isinstance(x, int) or not 0 <= x < 2**63:
         raise ValueError(f"{x if isinstance(x, int) else type(x).__name__} is no count")
     return x
 
@@ -201,8 +202,7 @@ def _tensor(name: str, state: dict[str, Any]) -> described.TensorStorageMetadata
         len(chunk.sizes) == len(size) and all(a + n <= whole for a, n, whole in zip(chunk.offsets, chunk.sizes, size))
         for chunk in chunks
     )
-    starts = {chunk.offsets for chunk in chunks}
-    if not inside or len(starts) < len(chunks) or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+    if not inside or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or not lie_apart(chunks):
         raise ValueError(f"the slices of {name} do not make up {list(size)}")
     return described.TensorStorageMetadata(described.TensorProperties(dtype), size, chunks)
 

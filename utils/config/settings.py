@@ -161,7 +161,9 @@ class Keys:
     time_means_path: str | None = path(
         "/data/stats/time_means.npy", "mean of each grid point, [1, C, H, W]; if there is none: no ACC", "evaluation"
     )
-    time_diff_stds_path: str | None = path(None, "std of the change in a stored step, for a residual forecast", "evaluation")
+    time_diff_stds_path: str | None = path(
+        None, "std of the change in a stored step, for a residual forecast", "evaluation"
+    )
     img_size: list[int] = key((360, 720), "rows and columns to use, from the north-west corner", "training", at_least=1)
     dt: int = key(1, "lead of the forecast, in stored steps", "training", at_least=1)
     n_in_channels: int = key(20, "number of input channels: the first ones of the file", "training", at_least=1)

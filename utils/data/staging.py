@@ -31,15 +31,18 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
     """Copy the files numbered `used` below `folder`, and return `files` with the paths of the copies.
 
     A copy has the size and the date of its original; one that has not, of an earlier run perhaps, is made anew. Rank 0
-    prints the progress. Raises ValueError where the folder cannot be written or is too small.
+    prints the progress. Raises ValueError where the folder cannot be written or is too small, and where an original is
+    no longer the file that was looked at.
     """
     paths, used = list(files.paths), sorted({int(i) for i in used})
     copies = {Path(paths[i]): Path(folder, *Path(paths[i]).resolve().parts[1:]) for i in used}
+    stamps = {Path(paths[i]): files.stamps[i] for i in used}
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         progress = _Progress(copies, folder)
         progress.check_space()
         for original in copies:
+            _check(original, stamps[original])
             if is_linked(original):
                 raise ValueError(
                     f"{original} takes values from other files, which are not copied: leave --stage_dir out"
@@ -52,7 +55,8 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
                     print(f"Staging: {copy} has changed since it was copied: copied again", file=sys.stderr, flush=True)
                     copy.unlink()
                 if not is_same(original, copy):
-                    _copy(original, copy, progress)
+                    _copy(original, copy, stamps[original], progress)
+            _check(original, stamps[original])
     except OSError as error:
         where = error.filename or folder
         raise ValueError(
@@ -62,10 +66,16 @@ def stage(files: Files, used: Iterable[int], folder: str) -> Files:
     progress.report(done=True)
     for i in used:
         paths[i] = str(copies[Path(paths[i])])
-    stamps = list(files.stamps)
+    of_copies = list(files.stamps)
     for i in used:
-        stamps[i] = stamp(paths[i])
-    return replace(files, paths=tuple(paths), stamps=tuple(stamps))
+        of_copies[i] = stamp(paths[i])
+    return replace(files, paths=tuple(paths), stamps=tuple(of_copies))
+
+
+def _check(original: Path, seen: tuple[int, int]) -> None:
+    """Raise ValueError where a file is not the one whose head was read: its values may begin elsewhere."""
+    if stamp(original) != seen:
+        raise ValueError(f"{original} is another file than at the start: begin again when nobody writes it any more")
 
 
 def is_same(original: Path, copy: Path) -> bool:
@@ -94,7 +104,7 @@ def _checksum_file(copy: Path) -> Path:
     return copy.with_name(f"{copy.name}.checksum")
 
 
-def _copy(original: Path, copy: Path, progress: "_Progress") -> None:
+def _copy(original: Path, copy: Path, seen: tuple[int, int], progress: "_Progress") -> None:
     """Copy a file; it gets its name when it is complete. Nobody waits for the disk: the next job copies anew."""
     with whole(copy, sync=False) as part:
         found = Checksum(original.stat().st_size)
@@ -106,6 +116,7 @@ def _copy(original: Path, copy: Path, progress: "_Progress") -> None:
         if checksum(part) != found.value:
             raise OSError(errno.EIO, "it reads otherwise than it was written", str(copy))
         shutil.copystat(original, part)
+        _check(original, seen)
         _checksum_file(copy).write_text(str(found.value))
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from utils.config.settings import FIELDS
+from utils.files import seen
 from utils.forecast.data import ForecastData
 from utils.forecast.ensemble import MEAN, MEMBER
 from utils.forecast.judge import Judge
 from utils.forecast.results import Results
-from utils.forecast.run import ForecastRun, beside, seen, seen_model
+from utils.forecast.run import ForecastRun, beside, seen_model
 from utils.forecast.settings import Evaluation
 from utils.forecast.trained import statistics_of
 

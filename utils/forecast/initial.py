@@ -18,8 +18,8 @@ from utils.data.files import Files, channel_indices
 from utils.data.frames import FrameReader
 from utils.data.variables import cf_units
 from utils.errors import ReadError
+from utils.files import seen
 from utils.forecast.data import Forecasts
-from utils.forecast.run import seen
 from utils.forecast.settings import Outlook
 from utils.prepare_data.archive import Archive
 

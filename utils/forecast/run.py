@@ -15,6 +15,7 @@ from utils.checkpoint.info import INFO
 from utils.checkpoint.weights import FILE
 from utils.config.settings import Config
 from utils.errors import STOPPED, Ended
+from utils.files import seen
 from utils.forecast.data import Forecasts
 from utils.forecast.settings import Asked
 from utils.forecast.store import ForecastStore
@@ -143,13 +144,6 @@ class ForecastRun:
                 left / len(data) * len(self.models) * bytes_of(self.outline) / 1e9,
                 shutil.disk_usage(self.folder).free / 1e9,
             )  # fmt: skip
-
-
-def seen(path: str | Path) -> list[str | int]:
-    """Return where a file lies, and what changes when it does; also of a folder of files, as Zarr writes them."""
-    status = [file.stat() for file in Path(path).rglob("*") if file.is_file()] or [Path(path).stat()]
-    total, newest = sum(one.st_size for one in status), max(one.st_mtime_ns for one in status)
-    return [str(Path(path).resolve()), len(status), total, newest]
 
 
 def seen_model(source: Path) -> list[str | int]:

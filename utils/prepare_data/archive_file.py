@@ -196,7 +196,7 @@ def open_archive(path: str) -> list["xarray.Dataset"]:
                 return _opened_grib(path)
             if Path(path).is_dir():
                 return [xarray.open_zarr(path, chunks=None)]
-            return [xarray.open_dataset(path)]
+            return [xarray.open_dataset(path, engine="netcdf4")]  # with which it was looked at
     except Exception as error:  # each engine has its own kinds
         raise ValueError(f"cannot read {path} as NetCDF, Zarr or GRIB ({first_line(error)}): check the file") from None
 

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from utils.data.unfinished import check_new, hidden
 from utils.data.writer import LAYOUTS, DatasetWriter
+from utils.files import seen
 from utils.prepare_data.archive import Archive, date
 from utils.prepare_data.archive_file import REGRID
 from utils.prepare_data.check import check
@@ -104,7 +105,7 @@ class Preparation:
         frame = int(np.prod(self.shape)) * 4
         steps = _block(archive, min(self.memory_gb * 1e9 // frame, len(times)), frame)
         size = 0 if self.layout == "gzip" else len(times) * frame * np.dtype(self.dtype).itemsize // 4
-        request = [[(path, *_age(Path(path))) for path in self.inputs], self.channels, self.valid_from, self.test_from]
+        request = [[seen(path) for path in self.inputs], self.channels, self.valid_from, self.test_from]
         request += [self.fill, self.allow_gaps, self.dtype, self.layout, self.constants]
         units = [channel.units for channel in archive.channels]
         with hidden(Path(self.out), self.overwrite, size, "fewer files or channels", request) as scratch:
@@ -235,12 +236,6 @@ def _block(archive: Archive, steps: float, frame: int) -> int:
             f"{max(1, int(steps))}: --memory_gb {archive.chunk * frame / 1e9:.2g} would read each piece once"
         )
     return max(1, int(steps))
-
-
-def _age(path: Path) -> tuple[int, int]:
-    """Return the size and the date of a file; of a Zarr folder, the latest date of the folders of its arrays."""
-    below = [path, *path.glob("*/"), *path.glob("*/*/")] if path.is_dir() else [path]
-    return path.stat().st_size, max(folder.stat().st_mtime_ns for folder in below)
 
 
 def main(argv: list[str] | None = None) -> int:

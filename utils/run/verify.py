@@ -40,13 +40,14 @@ class Verifier(Observer):
 
     def __init__(self, every: int):
         self.every = every
-        self.agreed = self.asked = 0  # the last iterations after which the replicas agreed, and were compared
+        self.agreed: int | None = None  # the last iterations after which the replicas were compared, and agreed
+        self.asked: int | None = None  # after how many iterations the sums were made that nobody has looked at
         self.replicas: list[list[int]] = []  # ranks that hold the same
         self.copied: torch.cuda.Event | None = None
 
     def begin(self, run: Any) -> None:
-        """Ask all ranks what they hold."""
-        self.run, self.agreed, self.asked = run, run.iteration, run.iteration
+        """Ask all ranks what they hold, and compare it."""
+        self.run = run
         self.device, config = run.job.device, run.job.config
         held: list[int] = [0] * run.job.world.size
         mine = {name: tuple(place) for name, place in run.state.places.items()}
@@ -58,6 +59,7 @@ class Verifier(Observer):
             run.log("verify_every compares nothing: no two ranks hold the same weights")
         self.sums = torch.zeros(run.job.world.size, dtype=torch.int64, device=self.device)
         self.on_host = torch.zeros_like(self.sums, device="cpu", pin_memory=self.device.type == "cuda")
+        self.check(run.iteration)
 
     def after_step(self, iteration: int, left: int) -> None:
         """Look at the answer to the step before, and ask where it is time."""
@@ -91,7 +93,7 @@ class Verifier(Observer):
     @communication
     def look(self) -> None:
         """Compare the sums that came last. Raises Refused where replicas differ."""
-        if self.asked == self.agreed:
+        if self.asked is None:
             return
         if self.copied:
             self.copied.synchronize()
@@ -100,7 +102,7 @@ class Verifier(Observer):
             if self._differ():
                 self._refuse()
             logging.warning("rank %d read sums of bits that were wrong for a moment: %s", dist.get_rank(), MEMORY)
-        self.agreed = self.asked
+        self.agreed, self.asked = self.asked, None
 
     def _differ(self) -> bool:
         found = self.on_host.tolist()
@@ -120,7 +122,8 @@ class Verifier(Observer):
             if not others:
                 continue
             name = next(name for name, *values in zip(tensors, *(told[r][1] for r in ranks)) if len(set(values)) > 1)
-            what = f"differ in {name} after {self.asked} iterations, and agreed after {self.agreed}"
+            what = f"differ in {name} after {self.asked} iterations"
+            what += f", and agreed after {self.agreed}" * (self.agreed is not None)
             wrong = [rank for rank in ranks if told[rank][1] != usual]
             if 2 * count <= len(ranks):  # nobody knows which
                 raise Refused(f"{_places(ranks, told)} {what}: one of them computed wrongly; {REMEDY}")

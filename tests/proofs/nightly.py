@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def figure(step: dict[str, str]) -> str:
 
 def ran(command: str) -> dict[str, str]:
     """Run a command; return the date, the minutes, and what became of it."""
-    start, date = time.monotonic(), datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    start, date = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%d")
     code = subprocess.call(command, shell=True, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     result = f"failed, code {code}" if code else "passed"
     minutes = f"{(time.monotonic() - start) / 60:.0f}"

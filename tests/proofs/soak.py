@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -193,7 +193,7 @@ def main() -> int:
     print(f"{count} interruptions of {runs} runs, seed {given.seed}, {minutes:.1f} minutes: no inconsistency")
     print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
     figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "slow": slow, "minutes": minutes}
-    parts.append({"date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "commit": at, "seed": given.seed, **figures})
+    parts.append({"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": at, "seed": given.seed, **figures})
     happened += Counter(before.get("happened"))
     if given.json:
         totals = {name: sum(part[name] for part in parts) for name in figures} | {"kinds": len(happened)}

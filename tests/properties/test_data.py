@@ -1,7 +1,7 @@
 """Any data: every sample once, every token on one rank, and what is read is what h5py reads."""
 
 import itertools
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import h5py
@@ -186,7 +186,7 @@ def test_any_time_axes_are_prepared_rightly_or_refused(tmp_path_factory, files, 
     for path in (folder / "out").rglob("*.h5"):
         with h5py.File(path) as file:
             for time, values in zip(file["time"][:], file["fields"][:, 0]):
-                assert str(datetime.fromtimestamp(int(time), timezone.utc).year) == path.stem
+                assert str(datetime.fromtimestamp(int(time), UTC).year) == path.stem
                 stored[(int(time) - 946598400) // 60] = values
     assert once and stored.keys() == set(everything)
     assert all(np.array_equal(values, known[minute]) for minute, values in stored.items())

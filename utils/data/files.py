@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import h5py
@@ -148,7 +148,7 @@ class Files:
         """Return the date of a stored step, or the file and index where no `time` is stored."""
         if self.times[file] is None:
             return f"{Path(self.paths[file]).name}, step {t}"
-        return datetime.fromtimestamp(int(self.times[file][t]), tz=timezone.utc).strftime("%Y-%m-%d %H:%M")
+        return datetime.fromtimestamp(int(self.times[file][t]), tz=UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def channel_indices(names: tuple[str, ...], wanted: tuple[str, ...] | None, count: int, key: str) -> list[int]:

@@ -7,7 +7,7 @@ as well. xarray reads it (NetCDF, Zarr): `pip install -r requirements-prepare.tx
 Shapes:  C channels   H W rows, columns
 """
 
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 
@@ -88,7 +88,7 @@ class Climatology:
         """Return it for a time, [C, H, W]. Raises ReadError where it cannot be read, or is not finite."""
         if self.path is None:
             return self.time_means
-        date, hour = datetime.fromtimestamp(seconds, tz=timezone.utc), None
+        date, hour = datetime.fromtimestamp(seconds, tz=UTC), None
         if "hour" in self.dataset.dims:  # the nearest one, which may be the first of the next day
             away = [(h - date.hour + 12) % 24 - 12 for h in self.dataset.hour.values.tolist()]
             date += timedelta(hours=min(away, key=abs))

@@ -110,6 +110,7 @@ def summarise_ensemble(kept: np.ndarray, squares: np.ndarray, members: int, bloc
 
     variance, crps = (means(kept[..., i]) for i in range(len(KEPT)))
     spread = np.sqrt(variance)
-    ratio = np.sqrt((members + 1) / members) * spread / np.sqrt(means(squares))
+    with np.errstate(divide="ignore", invalid="ignore"):  # of a mean without an error
+        ratio = np.sqrt((members + 1) / members) * spread / np.sqrt(means(squares))
     found = {"spread": spread, "crps": crps, "spread_skill": ratio}
     return {name: with_interval(values, N, block) for name, values in found.items()}

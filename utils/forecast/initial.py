@@ -6,7 +6,7 @@ Shapes:  B states   C_in channels that a model reads   H W rows, columns of its 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,7 @@ class Source:
 
 
 def date_of(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M")
 
 
 class InitialStates(Forecasts):
@@ -210,7 +210,7 @@ class InitialStates(Forecasts):
                 date = datetime.fromisoformat(text)
             except ValueError:
                 raise ValueError(f"dates names {text!r}: it takes last, all, or dates such as 2026-02-09T18") from None
-            seconds = round(date.replace(tzinfo=date.tzinfo or timezone.utc).timestamp())
+            seconds = round(date.replace(tzinfo=date.tzinfo or UTC).timestamp())
             if seconds not in at:
                 raise ValueError(
                     f"{self.origin} has no state of {text}: it holds {len(at)}, from {date_of(min(at))} to "

@@ -11,7 +11,7 @@ Shapes:  B states   C_in C_out channels that are read, and forecast   C_f those 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +112,7 @@ class Forecaster:
             raise ValueError(f"the model reads {', '.join(self.fields.forcings.kinds)}: give the `time` of the state")
         try:
             if isinstance(time, datetime) and time.tzinfo:
-                time = time.astimezone(timezone.utc).replace(tzinfo=None)
+                time = time.astimezone(UTC).replace(tzinfo=None)
             seconds = np.atleast_1d(np.asarray(time, "datetime64[s]"))
             if np.isnat(seconds).any() or seconds.shape not in ((1,), (states,)):
                 raise ValueError

@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import cached_property
 
 import numpy as np
@@ -269,4 +269,4 @@ def _range(values: np.ndarray) -> str:
 
 def date(seconds: int) -> str:
     """Return a time in seconds since 1970-01-01 as a date."""
-    return datetime.fromtimestamp(int(seconds), tz=timezone.utc).strftime("%Y-%m-%dT%H:%M")
+    return datetime.fromtimestamp(int(seconds), tz=UTC).strftime("%Y-%m-%dT%H:%M")

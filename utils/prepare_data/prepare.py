@@ -21,7 +21,7 @@ import argparse
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -208,7 +208,7 @@ def split(times: np.ndarray, valid_from: str | None, test_from: str | None) -> l
                 when = datetime.fromisoformat(text)
             except ValueError:
                 raise ValueError(f"--{kind}_from is {text!r}: it takes a date such as 2018-01-01") from None
-            starts.append((kind, when.replace(tzinfo=when.tzinfo or timezone.utc).timestamp()))
+            starts.append((kind, when.replace(tzinfo=when.tzinfo or UTC).timestamp()))
     if [when for _, when in starts] != sorted(when for _, when in starts):
         raise ValueError(f"--valid_from {valid_from} comes after --test_from {test_from}: take a later one for tests")
     years = times.astype("datetime64[s]").astype("datetime64[Y]").astype(int) + 1970

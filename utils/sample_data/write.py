@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +140,7 @@ def _add_files(writer: DatasetWriter, trajectories: int, samples: int) -> list[s
     names = []
     for year in range(FIRST_YEAR, FIRST_YEAR + trajectories):
         names.append(f"train/{year}" if len(names) < trajectories - 1 else f"valid/{year}")
-        start = datetime(year, 1, 1, tzinfo=timezone.utc).timestamp()
+        start = datetime(year, 1, 1, tzinfo=UTC).timestamp()
         writer.add_file(names[-1], start + STEP * np.arange(samples))
     return names
 

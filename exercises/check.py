@@ -170,7 +170,7 @@ def main(argv: list[str]) -> int:
         print(f"check.py: {error}", file=sys.stderr)
         return 2
     if args.hint is None:
-        return check(name, str(args.path))
+        return check(name, str(args.path.resolve()))
     hints = hints_of(name)
     for i, hint in enumerate(hints[: args.hint], 1):
         print(textwrap.fill(f"{i} of {len(hints)}: {hint}", 100, subsequent_indent="  "))

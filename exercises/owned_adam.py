@@ -1,6 +1,6 @@
 """Exercise: share Adam out among data parallel ranks. Fill in TODO 1 to 4; this tells what is next:
 
-    python docs/exercises/check.py docs/exercises/owned_adam.py
+    python exercises/check.py exercises/owned_adam.py
 
 All ranks hold the same parameters, and after the backward pass each has the gradient of its own samples. DDP would add
 these up on all ranks, and all would take the same step. Here each rank owns a part, a stretch of all numbers in a row.
@@ -8,7 +8,7 @@ these up on all ranks, and all would take the same step. Here each rank owns a p
 Think first: who needs the mean of which gradients? Which numbers must a rank have after the step that it has not
 computed? `dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG)` leaves on rank i the mean over the ranks of
 the i-th part of `whole`; `dist.all_gather_into_tensor(whole, part)` is the way back. (Rajbhandari et al. 2020. Ours is
-distributed/sharding.py, a solution of this page is owned_adam_solution.py.)
+distributed/sharding.py, a solution of this page is solutions/owned_adam.py.)
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """Exercise: make the MLP of a transformer block tensor parallel. Fill in TODO 1 to 5; this tells what is next:
 
-    python docs/exercises/check.py docs/exercises/tensor_parallel_mlp.py
+    python exercises/check.py exercises/tensor_parallel_mlp.py
 
 The MLP is  y = gelu(x A^T + a) B^T + b.  Each of the ranks shall hold an equal part of the hidden units: some rows of A
 and of a, and the same columns of B. All ranks get the same x and shall return the same y.
@@ -8,7 +8,7 @@ and of a, and the same columns of B. All ranks get the same x and shall return t
 Think first: what does each rank's product with its columns of B lack? Which collective mends that? Then the backward
 pass: each rank computes the gradient of x through its own hidden units only. `dist.all_reduce(t)` adds up t over all
 ranks, in place; t must be contiguous, and is best a copy of what you were given. (Shoeybi et al. 2019, section 3. Our
-own layers are in distributed/layers.py, a solution of this page in tensor_parallel_mlp_solution.py.)
+own layers are in distributed/layers.py, a solution of this page in solutions/tensor_parallel_mlp.py.)
 """
 
 import torch

@@ -5,6 +5,32 @@ import torch
 from torch import Tensor
 
 POLE = 1e-6  # of cos(latitude): no direction is east there
+ROUNDED = 0.1  # of a step between two columns
+
+
+def columns_apart(longitude: np.ndarray) -> np.ndarray:
+    """Return how far each column is from the next one, and the last from the first, [W], in degrees, 0 to 360."""
+    steps = np.diff(longitude.astype(np.float64), append=float(longitude[0])) % 360
+    return min(steps, 360 - steps, key=np.sum)  # eastward, or westward
+
+
+def go_round(longitude: np.ndarray) -> bool:
+    """Do these columns go once round the globe, in even steps? They may be rounded."""
+    even = 360 / len(longitude)
+    return bool(len(longitude) > 2 and abs(columns_apart(longitude) - even).max() <= ROUNDED * even)
+
+
+def check_round(longitude: np.ndarray, key: str) -> None:
+    """Raise ValueError, with the remedy, where they do not: the configuration's `key` asks for it."""
+    W = len(longitude)
+    if W < 3:
+        raise ValueError(f"{key} needs 3 columns or more, and there are {W}: leave it out")
+    if not go_round(longitude):
+        apart = columns_apart(longitude)
+        raise ValueError(
+            f"{key} goes round the globe, and its {W} columns lie from {apart.min():g} to {apart.max():g} degrees "
+            f"apart, not {360 / W:g}: take all columns (--img_size, --patch_size), or leave it out"
+        )
 
 
 class HorizontalGradient:

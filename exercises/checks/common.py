@@ -10,12 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# PyTorch 2.13 has new names for two of them.
+# Those that send the same have one name here; PyTorch 2.13 has new ones for two of them.
 COLLECTIVES = {
-    "all_reduce": "all_reduce", "all_to_all_single": "all_to_all_single", "all_gather": "all_gather",
-    "all_gather_into_tensor": "all_gather_into_tensor", "all_gather_single": "all_gather_into_tensor",
-    "reduce_scatter_tensor": "reduce_scatter_tensor", "reduce_scatter_single": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single", "all_gather": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
 }  # fmt: skip
+COLLECTIVES |= {name: name for name in (
+    "all_reduce all_to_all_single all_gather_into_tensor reduce_scatter_tensor broadcast reduce gather scatter send "
+    "recv isend irecv all_gather_object all_reduce_coalesced all_gather_coalesced broadcast_object_list"
+).split()}  # fmt: skip
 
 
 class Wrong(Exception):
@@ -40,7 +44,8 @@ def load_counted(path: str) -> tuple[ModuleType, list[str]]:
             nonlocal is_inside
             if not is_inside:  # an old name calls the new one
                 calls.append(name)
-                check_tensors(name, [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)])
+                given = [y for x in (*args, *kwargs.values()) for y in (x if isinstance(x, (list, tuple)) else [x])]
+                check_tensors(name, [x for x in given if isinstance(x, torch.Tensor)])
             outer, is_inside = is_inside, True
             try:
                 return function(*args, **kwargs)

@@ -125,6 +125,8 @@ def check_use(graph: Counted, losses: list, first: list[Tensor], before: nn.Modu
         raise Wrong("nothing was replayed: recording does nothing yet (TODO 2)")
     if all(torch.equal(p, q) for p, q in zip(first, before.parameters())):
         raise Wrong("the first call changes no weight: recording does nothing, so replay after it as well (TODO 2)")
+    if graph.replays != STEPS:
+        raise Wrong(f"{STEPS} steps made {graph.replays} replays: each step is one, and nothing beside it (TODO 2)")
 
 
 def check_steps(losses: list[Tensor], parameters: list[Tensor]) -> None:

@@ -39,7 +39,9 @@ MOST = 500  # moments of a save
 
 
 class Kills:
-    """Ends this process at the n-th moment: before each line that a file runs, and half way through each torch.save.
+    """Ends this process at the n-th moment.
+
+    Moments are: before each line that a file runs, half way through each torch.save, and when a file was emptied.
 
     Writes to `log` where that was, and a digest of all that was brought to the disk: after a power failure the rest is
     lost. With `is_full` half a torch.save is an error of the disk.
@@ -65,6 +67,14 @@ class Kills:
         if event == "line":
             self.moment(f"before line {frame.f_lineno}")
         return self.trace
+
+    def audit(self, event: str, arguments: tuple) -> None:
+        """Who opens a file to write it anew empties it first: so does who copies onto it."""
+        if event == "open" and isinstance(arguments[0], (str, os.PathLike)) and (arguments[2] or 0) & os.O_TRUNC:
+            path = Path(arguments[0])
+            if path.parent == self.folder and path.is_file() and path.stat().st_size:
+                os.truncate(path, 0)
+                self.moment(f"when {path.name} was opened for writing, and so emptied")
 
     def torch_save(self, found: Any, f: Any, *args, **kwargs) -> None:
         """Save in two halves, and let the system have both."""
@@ -114,6 +124,7 @@ class Trial:
         if not child:
             kills = Kills(self.path, self.folder, self.log, n, is_full)
             torch.save, os.fsync = kills.torch_save, kills.synced
+            sys.addaudithook(kills.audit)
             sys.settrace(kills.trace)
             try:
                 self.solution.save_checkpoint(self.folder, step, state_of(step))

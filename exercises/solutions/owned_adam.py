@@ -1,6 +1,6 @@
 """A solution of owned_adam.py:
 
-python docs/exercises/check.py docs/exercises/owned_adam_solution.py
+python exercises/check.py exercises/solutions/owned_adam.py
 """
 
 from collections.abc import Iterable

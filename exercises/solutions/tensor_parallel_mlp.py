@@ -1,6 +1,6 @@
 """A solution of tensor_parallel_mlp.py:
 
-python docs/exercises/check.py docs/exercises/tensor_parallel_mlp_solution.py
+python exercises/check.py exercises/solutions/tensor_parallel_mlp.py
 """
 
 import torch

@@ -12,10 +12,10 @@ import train_mp
 from tests.helpers import run_folder, run_here, tiny_flags, write_data
 from utils.config.reader import load_config
 from utils.data.fields import Fields
-from utils.data.loss_weights import check_round, distance
+from utils.data.loss_weights import distance
 from utils.data.token_shard import TokenShard
 from utils.files import read_events
-from utils.sphere import HorizontalGradient
+from utils.sphere import HorizontalGradient, check_round
 
 CPU = torch.device("cpu")
 
@@ -119,19 +119,19 @@ def test_a_perfect_forecast_has_a_finite_gradient():
 
 
 def test_columns_that_do_not_go_round_are_refused():
-    check_round(np.arange(144) * 2.5)
-    check_round(-np.arange(7) * 51.43)  # westward, and rounded
-    check_round((355 + 10 * np.arange(36)) % 360)
-    check_round((5 - 10 * np.arange(36, dtype=np.float32)) % 360)
+    check_round(np.arange(144) * 2.5, "loss_gradient")
+    check_round(-np.arange(7) * 51.43, "loss_gradient")  # westward, and rounded
+    check_round((355 + 10 * np.arange(36)) % 360, "loss_gradient")
+    check_round((5 - 10 * np.arange(36, dtype=np.float32)) % 360, "loss_gradient")
     with pytest.raises(ValueError, match="its 40 columns lie from 2.5 to 262.5 degrees apart, not 9"):
-        check_round(np.arange(40) * 2.5)
+        check_round(np.arange(40) * 2.5, "loss_gradient")
     uneven = np.sort(np.append([0, 11.25], np.random.default_rng(1).uniform(12, 348, 30)))
     one = np.arange(36) * 10 + 3 * (np.arange(36) == 5)
     for columns in (uneven, one, np.arange(36) * 10 % 180, np.zeros(36)):
         with pytest.raises(ValueError, match=f"its {len(columns)} columns lie from .* degrees apart, not 1"):
-            check_round(columns)
+            check_round(columns, "loss_gradient")
     with pytest.raises(ValueError, match="3 columns or more"):
-        check_round(np.arange(2) * 180.0)
+        check_round(np.arange(2) * 180.0, "loss_gradient")
     config, fields, *rest = asked("--loss_gradient=1")
     with pytest.raises(ValueError, match="its 32 columns lie from 2.5 to 282.5 degrees apart, not 11.25"):
         distance(config, replace(fields, longitude=np.arange(32) * 2.5), *rest)
@@ -143,7 +143,7 @@ def test_it_is_refused_before_there_is_a_run(tiny):
             file["longitude"] = np.arange(32) * 0.25
     flags = tiny_flags(tiny, "--loss_gradient=0.1", "--run_num", "refused")
     for chapter, name in ((train, "1GPU"), (train_mp, "1MP")):
-        with pytest.raises(ValueError, match="loss_gradient takes differences round the globe"):
+        with pytest.raises(ValueError, match="loss_gradient goes round the globe"):
             run_here(flags, chapter.main, name)
         assert not run_folder(flags, name).exists()
 

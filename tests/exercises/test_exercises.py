@@ -44,6 +44,34 @@ def test_a_mistake_gets_its_hint(tmp_path, name, number, capsys):
     assert code == 1 and hint.replace("{size}", str(size)) in told, f"{wrong}\n{told}"
 
 
+def test_another_solution_is_right(tmp_path, capsys):
+    """Lists of tensors in place of one that is joined: as many messages."""
+    changes = {
+        "    whole = x.new_empty(size * x.shape[0], *x.shape[1:])\n": "    parts = list(x.new_empty(size, *x.shape))\n",
+        "    dist.all_gather_into_tensor(whole, x.contiguous())\n": "    dist.all_gather(parts, x.contiguous())\n",
+        "    return whole\n": "    return torch.cat(parts)\n",
+        "_tensor(own, grad.contiguous())": "(own, [*grad.contiguous().chunk(ctx.size)])",
+    }
+    code, told = checked(solution_with(tmp_path, "collective_gradients", changes), capsys)
+    assert code == 0, told
+
+
+def test_a_path_through_another_folder(tmp_path, capsys):
+    """The lines of a file are known by its path."""
+    right, wrong, hint = MISTAKES["safe_checkpoint"][1]
+    (tmp_path / "other").mkdir()
+    path = solution_with(tmp_path, "safe_checkpoint", {right: wrong})
+    code, told = checked(path.parent / "other" / ".." / path.name, capsys)
+    assert code == 1 and hint in told, told
+
+
+@pytest.mark.parametrize("name", check.EXERCISES)
+def test_each_tells_its_own_command(name):
+    form, solution = ((FOLDER / where / f"{name}.py").read_text() for where in ("", "solutions"))
+    assert f"\n    python exercises/check.py exercises/{name}.py\n" in form
+    assert f"python exercises/check.py exercises/solutions/{name}.py\n" in solution
+
+
 @pytest.mark.parametrize("body, told", [("raise NotImplementedError", "not filled in yet"), ("exit()", "SystemExit")])
 def test_what_ends_without_a_word_is_not_right(tmp_path, capsys, body, told):
     (tmp_path / "mine.py").write_text(f"class Prefetcher:\n    def __init__(self, *_):\n        {body}\n")

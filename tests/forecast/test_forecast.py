@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import evaluate
 import forecast
-from tests.forecast.evaluations import NAMES, flags, truth
+from tests.forecast.evaluations import NAMES, flags, truth, write_climatology
 from tests.helpers import (
     ROOT,
     call_here,
@@ -37,6 +37,18 @@ from utils.data.variables import variable
 from utils.errors import ReadError, Refused
 from utils.forecast.trained import Trained
 from utils.prepare_data.archive import Archive, _default_name, find
+
+
+@pytest.mark.parametrize("usual, told", [(None, "the mean over time"), ("usual.nc", "the climatology usual.nc")])
+def test_the_exported_folder_says_of_what_its_anomalies_are(trained, tmp_path, usual, told):
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    argv = ["--checkpoint", str(tmp_path / "runs/tiny/1GPU/00"), *flags(trained)[2:]]
+    if usual:
+        write_climatology(trained, tmp_path / usual)
+        argv += ["--climatology", str(tmp_path / usual)]
+    call_here(evaluate.main, argv)
+    assert checkpoint_main(["export", str(tmp_path / "runs/tiny/1GPU/00"), str(tmp_path / "exported")]) == 0
+    assert f"correlation of anomalies from {told}, at " in (tmp_path / "exported/README.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,22 @@ def test_the_next_command_trains(tmp_path, monkeypatch, capsys, section, constan
     assert used["inf_data_path"] == ("my data/valid" if section else "my data/test")
 
 
+def test_a_part_of_the_globe_has_edges(tmp_path, monkeypatch, capsys):
+    """Windows that overlap would join its east to its west."""
+    monkeypatch.chdir(tmp_path)
+    part = GRID | {"longitude": np.arange(32) * 2.5}
+    command = [write(tmp_path / "raw", dataset(**part)), "--valid_from", "2001-01-01", "--section", "mine", "--out"]
+    assert main([*command, "part"]) == 0
+    assert "patch_overlap" not in Path("part/mine.yaml").read_text()
+    argv = command_of(capsys.readouterr().out)
+    with pytest.raises(
+        ValueError, match="patch_overlap goes round the globe, and its 32 columns lie from 2.5 to 282.5"
+    ):
+        call_here(train.main, [*argv, "--num_iters=2", "--patch_overlap=1"])
+    assert main([write(tmp_path / "raw", dataset(**GRID)), *command[1:], "whole"]) == 0
+    assert "patch_overlap" in Path("whole/mine.yaml").read_text()
+
+
 def test_the_batch_is_no_larger_than_the_data(tmp_path, capsys):
     """17 steps of training in two files, one of them with a gap, are 14 samples."""
     path = write(tmp_path / "raw", dataset("2000-12-30", **GRID).drop_isel(time=3))

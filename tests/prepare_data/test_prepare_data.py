@@ -453,6 +453,21 @@ def test_longitudes_are_rolled_only_round_the_globe(tmp_path):
     np.testing.assert_array_equal(dict(archive.read(0, 2))[0], part.t2m.values)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.arange(-180, 180, 1 / 3), np.arange(-180, 180, 0.703125), np.arange(-180, 180, 1.2, dtype="f4"),
+        np.append(np.arange(180.0), np.arange(-180.0, 0.0)), np.arange(-180, 180, 1 / 3) - 1e-5,
+    ],
+)  # fmt: skip
+def test_columns_are_in_order_from_0_east_on_any_grid(tmp_path, given):
+    raw = dataset(steps=2, longitude=given, latitude=[10.0, 0.0])
+    archive = Archive.open([write(tmp_path / "raw", raw)])
+    np.testing.assert_allclose(archive.longitude, np.arange(len(given)) * 360 / len(given), atol=2e-3)
+    first = int(abs(given).argmin())
+    np.testing.assert_array_equal(dict(archive.read(0, 2))[0], np.roll(raw.t2m.values, -first, axis=-1))
+
+
 def test_files_in_either_order_of_rows_go_together(tmp_path):
     raw = dataset()
     north = write(tmp_path / "raw", raw.isel(time=slice(None, 20)), "north.nc")

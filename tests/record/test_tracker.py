@@ -2,6 +2,7 @@
 
 import json
 import math
+import sqlite3
 
 import pytest
 
@@ -47,6 +48,21 @@ def test_a_run_is_in_mlflow(tiny, monkeypatch):
     first = check()
     run_here([*argv, "--resume", str(folder / "checkpoints/00000004-validated")])  # the last epoch once more
     assert check() == first
+
+
+@pytest.mark.slow
+def test_a_folder_with_signs_that_mean_something_elsewhere(tiny, monkeypatch):
+    """In a URI, and in what is searched for."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    runs = tiny / "o'neil 50%20?"
+    runs.mkdir()
+    argv = tiny_flags(tiny, "--tracker", "mlflow", "--num_iters", "2", "--checkpoint_every", "1", "--expdir", str(runs))
+    folder = run_here(argv)
+    run_here([*argv, "--resume", str(folder / "checkpoints/00000001")])
+    assert (runs / "mlflow.db").is_file() and (runs / "mlruns").is_dir()
+    assert "MLflow is lost" not in (folder / "out.log").read_text()
+    with sqlite3.connect(runs / "mlflow.db") as database:
+        assert database.execute("select count(*), min(status) from runs").fetchall() == [(1, "FINISHED")]
 
 
 def test_a_store_that_fails_does_not_end_a_run(tiny, tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from utils.data.to_device import DeviceCopies, normalisers
 from utils.data.token_shard import TokenShard
 from utils.metrics import Scores, latitude_weights
 from utils.ranks.world import World
+from utils.sphere import check_round
 
 
 @dataclass(eq=False)
@@ -59,6 +60,8 @@ class WeatherData:
             )
         self.fields = Fields.open(config, self.train_files)
         self.fields.forcings.check_times(self.valid_files)
+        if config.patch_overlap:
+            check_round(self.fields.longitude, "patch_overlap")
         self.tokens = self.tokens or TokenShard(config.img_size, config.patch_size, overlap=config.patch_overlap)
         longest = config.longest_rollout
         self.normalise = normalisers(self.fields, device, config.enable_jit)

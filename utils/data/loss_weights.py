@@ -18,9 +18,8 @@ from utils.data.fields import Fields
 from utils.data.token_shard import TokenShard
 from utils.data.variables import variable
 from utils.loss import relative_l2, relative_norm
-from utils.sphere import HorizontalGradient
+from utils.sphere import HorizontalGradient, check_round
 
-ROUNDED = 0.1  # of a step between two columns
 AUTO, PRESSURE = "auto", "pressure"
 NEAR_GROUND = ("u10", "v10", "u100", "v100", "sp", "msl", "tcwv")
 
@@ -58,7 +57,7 @@ def distance(
     plain = partial(relative_l2, total=total, root=weighted)
     if not config.loss_gradient:
         return plain
-    check_round(fields.longitude)
+    check_round(fields.longitude, "loss_gradient")
     near, area = tokens.with_overlap(1), np.cos(np.deg2rad(fields.latitude.astype(np.float64))).clip(min=0)
     gradient = HorizontalGradient(fields.latitude, config.img_size[1], near.input_rows, device, area**0.5)
     channels = None
@@ -71,21 +70,6 @@ def distance(
         return plain(forecast, target) + config.loss_gradient * relative_norm(*slopes, total, channels)
 
     return with_gradients
-
-
-def check_round(longitude: np.ndarray) -> None:
-    """Raise ValueError where the columns do not go once round the globe, in even steps; they may be rounded."""
-    if len(longitude) < 3:
-        raise ValueError(f"loss_gradient needs 3 columns or more, and there are {len(longitude)}: leave it out")
-    even = 360 / len(longitude)
-    steps = np.diff(longitude.astype(np.float64), append=float(longitude[0])) % 360
-    steps = min(steps, 360 - steps, key=np.sum)  # eastward, or westward
-    if abs(steps - even).max() > ROUNDED * even:
-        raise ValueError(
-            f"loss_gradient takes differences round the globe, and its {len(longitude)} columns lie from "
-            f"{steps.min():g} to {steps.max():g} degrees apart, not {even:g}: take all columns (--img_size, "
-            f"--patch_size), or leave it out"
-        )
 
 
 def loss_weights(config: Config, fields: Fields) -> np.ndarray:

@@ -113,11 +113,13 @@ def _scores(about: dict[str, Any]) -> list[str]:
         def cells(score: str, channel: str) -> str:
             return " / ".join("-" if x is None else f"{x:.3g}" for x in scores[score][channel])
 
+        known = scores["climatology"]
+        usual = "the mean over time" if known == "time_means" else f"the climatology {known}"
         rows = [[channel, *(cells(score, channel) for score in names)] for channel in scores["rmse"]]
         texts = [
             f"{scores['forecasts']} forecasts from {scores['first']} to {scores['last']}, rows weighted by "
             f"cos(latitude): RMSE, the same over persistence's"
-            f"{', and the correlation of anomalies from the mean over time' if 'acc' in scores else ''}, at "
+            f"{f', and the correlation of anomalies from {usual}' if 'acc' in scores else ''}, at "
             f"{', '.join(f'{h:g}' for h in scores['hours'])} hours; `scores.csv` has more, with intervals:",
             markdown(["channel", *names.values()], rows),
         ]

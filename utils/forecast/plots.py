@@ -15,6 +15,7 @@ from utils.forecast.ensemble import CONTROL, MEAN, MEMBER
 from utils.forecast.maps import Maps
 from utils.forecast.results import Results
 from utils.forecast.skill import INTERVAL
+from utils.sphere import go_round
 
 COLOURS = {"persistence": "tab:gray", "climatology": "tab:green", "model": "tab:blue", "ema": "tab:orange"}
 COLOURS |= {CONTROL: "tab:blue", f"{MEMBER}01": "tab:blue", MEAN: "tab:red"}
@@ -116,7 +117,7 @@ def spectra_figure(data: ForecastData, c: int, models: list[str], spectra: np.nd
     steps, figure = data.shown_steps, Figure(figsize=(11, 4.2), layout="constrained")
     axes = figure.subplots(1, 2)
     waves = slice(1, (len(data.fields.longitude) + 1) // 2)  # the last one of an even number stands for itself alone
-    wavenumbers = np.arange(waves.start, waves.stop)
+    wavenumbers, is_round = np.arange(waves.start, waves.stop), go_round(data.fields.longitude)
     shown = spectra[..., waves]
     axes[0].loglog(wavenumbers, shown[-1, 0], color="black", label="truth")
     for s, name in enumerate(models, 1):
@@ -125,13 +126,16 @@ def spectra_figure(data: ForecastData, c: int, models: list[str], spectra: np.nd
             style = {"color": COLOURS[name], "alpha": alpha, "linestyle": LINES[name]}
             axes[0].loglog(wavenumbers, shown[i, s], label=f"{name}, {data.lead_hours[k]:g} h", **style)
             axes[1].semilogx(wavenumbers, shown[i, s] / shown[i, 0], **style)
-    axes[0].set(ylabel=f"power [({data.fields.units[c] or '1'})²]", title="power along circles of latitude")
+    axes[0].set(
+        ylabel=f"power [({data.fields.units[c] or '1'})²]",
+        title="power along circles of latitude" if is_round else "power along rows",
+    )
     # Some data hold nothing at the smallest scales, and a forecast that broke down has no power at any.
     axes[0].set_ylim(bottom=max(shown[np.isfinite(shown)].min(), 1e-7 * shown[:, 0].max()))
     axes[1].set(ylabel="power over the truth's", ylim=(0, 2), title="below 1: too weak at this scale")
     axes[1].axhline(1, color="black", linewidth=0.8)
     for one in axes:
-        one.set(xlabel="zonal wavenumber (waves along a circle of latitude)")
+        one.set(xlabel="zonal wavenumber (waves along a circle of latitude)" if is_round else "waves along a row")
         one.grid(alpha=0.3)
     axes[0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"{data.fields.out_names[c]}: mean over {data.period}", fontsize=10)

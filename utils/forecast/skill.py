@@ -137,7 +137,7 @@ def zonal_spectrum(field: Tensor, weights: Tensor) -> Tensor:
     the mean square of the field (Parseval), so a forecast that is too smooth lies below the truth at large ones.
 
     Args:
-        field: [..., H, W], rows that go once round the globe.
+        field: [..., H, W], rows that go once round the globe; of others it is the power of waves along a row.
         weights: of the rows, adding up to 1, [H].
     """
     W = field.shape[-1]

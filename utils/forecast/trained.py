@@ -327,4 +327,5 @@ def _scores(folder: Path, ema: bool) -> dict[str, Any] | None:
         for score in ("rmse", "rmse_over_persistence", "acc")
         if score in skill["scores"][source]
     }
-    return {"forecasts": skill["forecasts"], "first": skill["first"], "last": skill["last"], "hours": hours, **table}
+    told = {name: skill.get(name) for name in ("forecasts", "first", "last", "climatology")}
+    return {**told, "hours": hours, **table}

@@ -19,6 +19,7 @@ import numpy as np
 from utils.data.variables import LEVEL, NEAR_GROUND, synonyms
 from utils.prepare_data.archive_file import REGRID, Piece, pieces_in
 from utils.prepare_data.stored import check_stored
+from utils.sphere import go_round
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,16 @@ class Archive:
                         f"in {piece.path}: give files of one kind"
                     )
         latitude, longitude = _common_grid(found)
-        width = np.diff(longitude)
-        is_round = np.allclose(width, width[0]) and abs(width[0] * len(longitude) - 360) < width[0] / 2
-        rolled = int(np.argmin(longitude % 360)) if is_round else 0
+        rolled = 0
+        if go_round(longitude):
+            almost = 1 / len(longitude)  # degrees: a column that was rounded to less than 0 is the one at 0
+            longitude = np.round((longitude + almost) % 360 - almost, 5)
+            rolled = int(np.argmin(longitude))
         return Archive(
             channels=found,
             times=_common_times(found, allow_gaps, any_times or constants),
             latitude=latitude.astype(np.float32),
-            longitude=np.roll(longitude % 360 if is_round else longitude, -rolled).astype(np.float32),
+            longitude=np.roll(longitude, -rolled).astype(np.float32),
             rolled=rolled,
             keys=tuple(key for _, key in named),
         )

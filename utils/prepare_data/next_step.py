@@ -25,6 +25,7 @@ class NextStep:
         kinds: of its parts: train, and perhaps valid and test.
         constants: their names.
         section: name of the section to write; None for none.
+        is_round: its columns go round the globe.
 
     Raises ValueError for a name that cannot be that of a section, and where there is nothing to validate with.
     """
@@ -35,6 +36,7 @@ class NextStep:
     kinds: tuple[str, ...]
     constants: tuple[str, ...] = ()
     section: str | None = None
+    is_round: bool = True
 
     def __post_init__(self):
         if self.section is None:
@@ -54,7 +56,7 @@ class NextStep:
         C, keys = self.shape[0], self._size(LAPTOP_TOKENS)
         patch, test = keys["patch_size"], "test" if "test" in self.kinds else "valid"
         keys = LAPTOP | keys | {"n_in_channels": C, "n_out_channels": C, "lr": 1e-3, "warmup": 20, "expdir": "runs"}
-        if patch <= 8:
+        if patch <= 8 and self.is_round:
             keys["patch_overlap"] = patch // 2  # hardly a seam between patches
         if self.constants:
             keys["constants"] = list(self.constants)

@@ -36,6 +36,7 @@ from utils.prepare_data.archive_file import REGRID
 from utils.prepare_data.check import check
 from utils.prepare_data.next_step import NextStep
 from utils.prepare_data.stats import write_statistics
+from utils.sphere import go_round
 
 MEMORY_GB = 1.0
 LARGEST = 1e30  # beyond it lie fill values
@@ -97,7 +98,8 @@ class Preparation:
         samples = sum(  # pairs of states inside a file, without a gap
             int((steps[a : b - 1] == steps.min()).sum()) for name, a, b in self.files if name.startswith("train")
         )
-        self.next = NextStep(self.out, self.shape, samples, tuple(counts), tuple(self.fixed_names), self.section)
+        names, is_round = tuple(self.fixed_names), go_round(archive.longitude)
+        self.next = NextStep(self.out, self.shape, samples, tuple(counts), names, self.section, is_round)
 
     def write(self) -> str:
         """Write the data set, and return a phrase on what was written."""

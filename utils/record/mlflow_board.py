@@ -22,6 +22,7 @@ from utils.errors import first_line
 from utils.files import to_json
 
 PLAIN = str.maketrans({"(": " ", ")": None, ",": None, "[": None, "]": None})  # MLflow forbids these in names
+OF_A_URI = str.maketrans({"%": "%25", "?": "%3F", "#": "%23"})
 AT_ONCE = 1000  # points that MLflow takes
 
 
@@ -70,12 +71,14 @@ class MlflowBoard:
         self.folder, self.metrics, self.sent = folder, [], {}
         uri, files = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
-            uri, files = f"sqlite:///{config.expdir}/mlflow.db", Path(config.expdir, "mlruns").resolve().as_uri()
+            runs = Path(config.expdir).resolve()
+            uri, files = f"sqlite:///{str(runs).translate(OF_A_URI)}/mlflow.db", (runs / "mlruns").as_uri()
         self.client = MlflowClient(uri)
         found = self.client.get_experiment_by_name(config.config)
         experiment = found.experiment_id if found else self.client.create_experiment(config.config, files)
         place = str(folder.resolve())
-        runs = self.client.search_runs([experiment], f"tags.folder = '{place}'")
+        quoted = f'"{place}"' if "'" in place else f"'{place}'"
+        runs = self.client.search_runs([experiment], f"tags.folder = {quoted}")
         self.has_history = goes_on and bool(runs)
         if self.has_history:
             self.run = runs[0].info.run_id

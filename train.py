@@ -143,9 +143,9 @@ def validate(model: nn.Module, batches: Iterable[Batch], data: WeatherData, conf
 
 def build_model(config: Config, fields: Fields, device: torch.device | None = None) -> ViT:
     """Return the model, on the host; a seed gives the same weights everywhere. Its attention kernel suits `device`."""
-    torch.manual_seed(config.seed)
     tokens, head_dim = math.prod(config.img_size) // config.patch_size**2, config.embed_dim // config.num_heads
     kernel = pick_attention(config.attention, tokens, head_dim, device, AMP_DTYPE[config.amp_mode], config.dropout)
+    torch.manual_seed(config.seed)  # after the kernel was tried
     model = ViT(
         config.img_size, config.patch_size, *fields.sizes[:2],
         config.embed_dim, config.depth, config.num_heads, dropout=config.dropout, drop_path=config.drop_path,

@@ -87,12 +87,13 @@ def overlap_add(parts: Sequence[Tensor], columns: int, patch_size: int, overlap:
         x = part.unflatten(-1, (-1, a, b)).unflatten(1, (-1, K))  # B R K C a b
         B, R, _, C = x.shape[:4]
         if image is None:
-            image = x.new_zeros(B, C, R * P + 2 * o, K * P)
+            image = x.new_zeros(B, C, (R + 1) * P, K * P)
         if across.start:  # it lies on the next patch, the last one's on the first
             x = x.roll(1, dims=2)
-        there = image[:, :, rows.start : rows.start + (R - 1) * P + a].unfold(2, a, P)  # B C R W a
-        there.unflatten(3, (K, P))[..., :b, :].add_(x.permute(0, 3, 1, 2, 5, 4))
-    return image.roll(-o, dims=-1)  # columns began o to the west
+        # No `unfold`: where the compiler does without operations in place, what it does not cover becomes 0.
+        there = image[:, :, rows.start : rows.start + R * P].unflatten(2, (R, P))[:, :, :, :a]  # B C R a W
+        there.unflatten(4, (K, P))[..., :b].add_(x.permute(0, 3, 1, 4, 2, 5))
+    return image[:, :, : R * P + 2 * o].roll(-o, dims=-1)  # columns began o to the west
 
 
 def part_slices(patch_size: int, overlap: int) -> list[tuple[slice, slice]]:

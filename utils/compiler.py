@@ -59,6 +59,8 @@ def compile_modules(model: nn.Module, names: list[str], mode: str) -> None:
     Raises ValueError where the model has no module of that name, and where a name comes twice.
     """
     found: dict[nn.Module, dict[str, Any]] = {}
+    if not names:
+        raise ValueError("compile_modules is empty: name some, or leave --enable_jit out")
     given = [module_options("compile_modules", text) for text in names]
     if len(dict(given)) < len(given):
         raise ValueError(f"compile_modules names a class twice in {', '.join(names)}: name each once")

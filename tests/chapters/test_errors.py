@@ -13,9 +13,10 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import yaml
 
 import train
-from tests.helpers import ROOT, fields, run_ranks, tiny_flags, write_data, write_file
+from tests.helpers import ROOT, TINY, fields, run_ranks, tiny_flags, write_data, write_file
 from utils.ranks.start import start
 
 CASES = {}
@@ -213,6 +214,76 @@ def unknown_picture(folder):
 @case("loss_channels names 'ch9'", "the forecast channels are ch0, ch1, ch2")
 def a_weight_for_an_unknown_channel(folder):
     return ["--loss", "weighted", "--loss_channels", "ch9=3"]
+
+
+@case("2002.h5: channel_names has 't' twice", "give each a name of its own")
+def files_that_name_a_channel_twice(folder):
+    for path in (*folder.glob("train/*.h5"), *folder.glob("valid/*.h5")):
+        with h5py.File(path, "r+") as file:
+            file["fields"].attrs["channel_names"] = ["t", "t", "z"]
+    (folder / "train/2001.h5").unlink()
+    return ["--global_batch_size", "2"]
+
+
+@case("in_channels ch0 ch0 names one twice", "name each once")
+def an_input_twice(folder):
+    return ["--in_channels", "ch0", "ch0"]
+
+
+@case("conserve_mean ch1 ch1 names one twice", "name each once")
+def a_mean_kept_twice(folder):
+    return ["--conserve_mean", "ch1", "ch1"]
+
+
+@case("loss_channels ch1 ch1 names one twice", "name each once")
+def a_channel_with_two_weights(folder):
+    return ["--loss", "weighted", "--loss_channels", "ch1=1", "ch1=3"]
+
+
+def in_yaml(folder, **keys):
+    """Write a section of the data's own, with these keys; return the flags that name it."""
+    path = folder / "own.yaml"
+    section = yaml.safe_load(TINY)["tiny"]
+    path.write_text(yaml.safe_dump({"tiny": section | keys}))
+    return ["--yaml_config", str(path)]
+
+
+@case("out_channels is empty: name one or more")
+def no_forecast_channel(folder):
+    return in_yaml(folder, out_channels=[])
+
+
+@case("rollout_from is [] for rollout_steps []")
+def no_rollout(folder):
+    return in_yaml(folder, rollout_steps=[], rollout_from=[])
+
+
+@case("compile_modules is empty: name some, or leave --enable_jit out")
+def nothing_to_compile(folder):
+    return in_yaml(folder, enable_jit=True, compile_modules=[])
+
+
+def change_times(folder, change):
+    for path in folder.glob("train/*.h5"):
+        with h5py.File(path, "r+") as file:
+            times = change(file["time"][:])
+            del file["time"]
+            file["time"] = times
+
+
+@case("times that do not rise at step 1", "put its time steps in order")
+def times_that_run_backwards(folder):
+    change_times(folder, lambda times: times[::-1])
+
+
+@case("times that do not rise at step 1", "put its time steps in order")
+def times_that_are_all_the_same(folder):
+    change_times(folder, np.zeros_like)
+
+
+@case("2001.h5 has times of float32, which are minutes apart", "int64 or float64")
+def times_that_are_rounded(folder):
+    change_times(folder, lambda times: times.astype("f4"))
 
 
 @case("channel_names has 2 names, and", "3 channels: name them all")

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import train
+from tests.data.test_data_loader import weather
 from tests.helpers import (
     ERA5,
     group_of_one,
@@ -160,6 +161,14 @@ def test_fused_adam_gives_the_same_losses(tiny):
     plain = losses(run_here(tiny_flags(tiny)))
     fused = losses(run_here(tiny_flags(tiny, "--enable_fused", "--run_num", "b")))
     np.testing.assert_allclose(fused, plain, rtol=1e-6)
+
+
+def test_a_seed_gives_the_same_weights_whatever_kernel_is_tried(tiny):
+    weights = []
+    for more in (["--attention=auto"], ["--attention=math"], ["--attention=math", "--dropout=0.1"]):
+        data = weather(tiny, *more)
+        weights.append(train.build_model(data.config, data.fields, data.device).head.weight)
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
 def test_flags_reach_the_optimiser(tiny, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import h5py
 import numpy as np
 import pytest
+import torch
 
 import evaluate
 from tests.forecast.evaluations import evaluated, flags
@@ -55,6 +56,23 @@ def test_of_more_channels_than_the_files(tmp_path, names, count, places, beside,
     assert len(said) == (how is not None)
     if how:
         assert f"of {count} channels, the files of 3: the 3 in use are taken by {how}" in said[0]
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", "f2", "i1"])
+def test_numbers_of_any_kind(tmp_path, dtype):
+    """Axes in the file, and statistics: what is computed of them is not of their precision, nor in their byte order."""
+    write_data(tmp_path)
+    latitude = (80 - 10 * np.arange(17)).astype(dtype)
+    for path in tmp_path.glob("*/*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["latitude"] = latitude
+    for path in (tmp_path / "stats").glob("*.npy"):
+        np.save(path, np.round(np.load(path)).clip(1, 9).astype(dtype))
+    found = opened(tmp_path)
+    for x in (found.latitude, found.means, found.stds, found.time_means):
+        torch.from_numpy(x)
+    expected = np.cos(np.deg2rad(np.float64(latitude[:16])))
+    np.testing.assert_allclose(found.area, np.tile(expected[:, None] / expected.sum() / 32, 32), rtol=1e-12)
 
 
 def test_of_what_is_used_they_need_no_more(tmp_path):

@@ -62,6 +62,20 @@ def test_windows_are_added_where_they_lie(P, o, R, K):
 
 
 @pytest.mark.parametrize("P, o, R, K", SIZES)
+def test_what_a_compiler_makes_of_adding(P, o, R, K):
+    """It does without operations in place: what it puts for them is to be the same."""
+    S = P + 2 * o
+    tokens = torch.randn(2, R * K, 3 * S * S, requires_grad=True)
+    image = torch.randn(2, 3, R * P, K * P)
+    (added(tokens, K, P, o) * image).sum().backward()
+    expected, tokens.grad = tokens.grad, None
+    compiled = torch.compile(added, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, K, P, o), added(tokens, K, P, o))
+    (compiled(tokens, K, P, o) * image).sum().backward()
+    torch.testing.assert_close(tokens.grad, expected)
+
+
+@pytest.mark.parametrize("P, o, R, K", SIZES)
 def test_weights_add_up_to_one_everywhere(P, o, R, K):
     weights = blending_weights(P, o).flatten().expand(1, R * K, -1)
     everywhere = added(weights, K, P, o)

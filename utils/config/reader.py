@@ -242,7 +242,7 @@ def answer_help(argv: list[str]) -> None:
 def _check_rollout(config: Config) -> list[str]:
     """Return a remark where forecasts never get as long as asked for. Raises ValueError for what is no curriculum."""
     first, steps = list(config.rollout_from), list(config.rollout_steps)
-    if len(first) != len(steps) or first != sorted(set(first)):
+    if not first or len(first) != len(steps) or first != sorted(set(first)):
         raise ValueError(
             f"rollout_from is {first} for rollout_steps {steps}: it takes the iteration from which each of them "
             f"holds, one after the other"

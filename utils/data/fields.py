@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from utils.config.settings import Config
-from utils.data.files import STORED_STEP_HOURS, Files, channel_indices, check_crop
+from utils.data.files import STORED_STEP_HOURS, Files, channel_indices, check_crop, check_each_once
 from utils.data.forcings import Forcings
 from utils.data.statistics import Statistics
 
@@ -52,6 +52,9 @@ class Fields:
         rows, columns = config.img_size
         check_crop(files, config.img_size, config.patch_size)
         names, assumed = files.names(config.channel_names)
+        for key in ("in_channels", "out_channels"):
+            if getattr(config, key) == ():
+                raise ValueError(f"{key} is empty: name one or more, or leave it out")
         inputs = channel_indices(names, config.in_channels, config.n_in_channels, "in_channels")
         outputs = channel_indices(names, config.out_channels, config.n_out_channels, "out_channels")
         out_names = [names[c] for c in outputs]
@@ -130,6 +133,7 @@ class Fields:
         if config.residual and -1 in self.origins:
             missing = self.out_names[self.origins.index(-1)]
             raise ValueError(f"residual needs every forecast channel among the inputs, and {missing!r} is not: add it")
+        check_each_once(config.conserve_mean or (), "conserve_mean")
         for name in config.conserve_mean or ():
             for names, key in ((self.out_names, "forecast"), (self.in_names, "input")):
                 if name not in names:
@@ -171,7 +175,7 @@ class Fields:
     @property
     def area(self) -> np.ndarray:
         """The weight of each grid point in a global mean, cos(latitude), adding up to 1, [H, W]."""
-        weights = np.cos(np.deg2rad(self.latitude)).clip(min=0)
+        weights = np.cos(np.deg2rad(self.latitude.astype(np.float64))).clip(min=0)
         return np.tile(weights[:, None] / (weights.sum() * len(self.longitude)), len(self.longitude))
 
     @property

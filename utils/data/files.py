@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,13 +96,16 @@ class Files:
     def names(self, given: tuple[str, ...] | None) -> tuple[tuple[str, ...], str | None]:
         """Return the name of each channel (the configuration's, the file's, or assumed ones), and a warning if assumed.
 
-        Raises ValueError where the number of given names is not that of the channels.
+        Raises ValueError where the number of given names is not that of the channels, or two are the same.
         """
         C = self.shape[0]
         if given is not None and len(given) != C:
             raise ValueError(f"channel_names has {len(given)} names, and {self.paths[0]} {C} channels: name them all")
         names = given or self.channel_names
         if names:
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                where = "" if given else f"{self.paths[0]}: "
+                raise ValueError(f"{where}channel_names has {twice!r} twice: give each a name of its own")
             return tuple(names), None
         if C == len(ERA5_CHANNELS):
             return tuple(ERA5_CHANNELS), "the files name no channels: the order u10m v10m t2m ... tcwv is assumed"
@@ -151,6 +155,12 @@ class Files:
         return datetime.fromtimestamp(int(self.times[file][t]), tz=UTC).strftime("%Y-%m-%d %H:%M")
 
 
+def check_each_once(names: Sequence[str], key: str) -> None:
+    """Raise ValueError where a key of the configuration names something twice."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"{key} {' '.join(names)} names one twice: name each once")
+
+
 def channel_indices(names: tuple[str, ...], wanted: tuple[str, ...] | None, count: int, key: str) -> list[int]:
     """Return the channels asked for by name, or the first `count`.
 
@@ -160,6 +170,7 @@ def channel_indices(names: tuple[str, ...], wanted: tuple[str, ...] | None, coun
         if count > len(names):
             raise ValueError(f"n_{key} is {count}, but the files hold {len(names)} channels: take at most {len(names)}")
         return list(range(count))
+    check_each_once(wanted, key)
     for name in wanted:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
@@ -264,9 +275,15 @@ def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | Non
         raise ValueError(f"{path} has {name} in another file: store it in this one")
     check_whole(path, stored)
     values = stored[:]
-    if name == "time" and not (np.abs(values.astype(np.float64)) < LATEST).all():
+    if name != "time":
+        return values.astype(np.result_type(values, np.float32))
+    if not (np.abs(values.astype(np.float64)) < LATEST).all():
         raise ValueError(f"{path} has a time that is no date of 386 to 3554: write it as seconds since 1970-01-01")
-    return values
+    if values.dtype.kind == "f" and values.dtype.itemsize < 8:
+        raise ValueError(f"{path} has times of {values.dtype}, which are minutes apart: write them as int64 or float64")
+    if len(back := np.flatnonzero(np.diff(values.astype(np.float64)) <= 0)):
+        raise ValueError(f"{path} has times that do not rise at step {back[0] + 1}: put its time steps in order")
+    return values.astype(values.dtype.newbyteorder("="))
 
 
 def _grid(path: Path, file: h5py.File, H: int, W: int) -> tuple[np.ndarray, np.ndarray]:

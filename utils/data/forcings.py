@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config.settings import FORCINGS, Config
-from utils.data.files import Files, channel_indices
+from utils.data.files import Files, channel_indices, check_each_once
 from utils.data.frames import FrameReader
 from utils.errors import ReadError
 
@@ -46,8 +46,7 @@ class Forcings:
         """
         kinds, wanted, path = tuple(config.forcings or ()), tuple(config.constants or ()), config.constants_file
         for key, names in (("forcings", kinds), ("constants", wanted)):
-            if len(set(names)) < len(names):
-                raise ValueError(f"{key} {' '.join(names)} names one twice: name each once")
+            check_each_once(names, key)
         if not wanted:
             return Forcings(latitude, longitude, kinds)
         if not Path(path).exists():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from utils.config.settings import Config
 from utils.data.fields import Fields
+from utils.data.files import check_each_once
 from utils.data.token_shard import TokenShard
 from utils.data.variables import variable
 from utils.loss import relative_l2, relative_norm
@@ -102,6 +103,7 @@ def _auto(names: list[str]) -> list[float]:
 def _given(texts: tuple[str, ...], names: list[str]) -> list[float]:
     """Return the weights of NAME=WEIGHT, 1 for the channels that are not named. Raises ValueError."""
     weights = dict.fromkeys(names, 1.0)
+    check_each_once([text.partition("=")[0] for text in texts], "loss_channels")
     for text in texts:
         name, _, value = text.partition("=")
         if name not in weights:

@@ -50,6 +50,7 @@ class Statistics:
         check_kind(Path(path))
         try:
             array = np.asarray(np.load(path, mmap_mode="r"))  # not read yet; an archive of several has no shape
+            dtype = array.dtype.newbyteorder("=")
         except Exception as error:  # a made-up header can raise anything
             raise ValueError(f"cannot read {path!r} ({type(error).__name__}): check --{key}") from None
         C = len(self.names)
@@ -62,8 +63,8 @@ class Statistics:
         if max(places) >= array.shape[1]:
             raise _shape_error(path, array, key, shapes)
         if how is None and array.shape[1] == C:
-            return np.array(array[0])
-        taken = np.zeros((C, *array.shape[2:]), array.dtype)
+            return array[0].astype(dtype)
+        taken = np.zeros((C, *array.shape[2:]), dtype)
         taken[list(self.used)] = array[0, places]
         remark = (
             f"The statistics in {Path(path).parent} are of {array.shape[1]} channels, the files of {C}: the "

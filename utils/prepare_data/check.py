@@ -64,8 +64,7 @@ def _check_files(name: str, files: Files) -> tuple[list[str], np.ndarray, np.nda
     names, warning = files.names(None)
     if warning:
         print(f"  note: {warning}")
-    found, *moments = _check_values(files, names)
-    return found, *moments
+    return _check_values(files, names)
 
 
 def _check_values(files: Files, names: tuple[str, ...]) -> tuple[list[str], np.ndarray, np.ndarray]:

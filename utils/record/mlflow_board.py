@@ -71,8 +71,8 @@ class MlflowBoard:
         self.folder, self.metrics, self.sent = folder, [], {}
         uri, files = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
-            runs = Path(config.expdir).resolve()
-            uri, files = f"sqlite:///{str(runs).translate(OF_A_URI)}/mlflow.db", (runs / "mlruns").as_uri()
+            home = Path(config.expdir).resolve()
+            uri, files = f"sqlite:///{str(home).translate(OF_A_URI)}/mlflow.db", (home / "mlruns").as_uri()
         self.client = MlflowClient(uri)
         found = self.client.get_experiment_by_name(config.config)
         experiment = found.experiment_id if found else self.client.create_experiment(config.config, files)

@@ -60,7 +60,7 @@ test-all: $(TOOLS)
 	PYTHON=$(PYTHON) tests/run_tests.sh --all
 
 test-nightly: $(TOOLS)
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m nightly
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m nightly --none-skipped
 
 # On as many GPUs as there are (NPROC=4): the tests of one GPU, then the certificate's grids with NCCL, a rank a GPU.
 test-gpu: $(TOOLS)
@@ -240,7 +240,8 @@ $(VENV)-locks/installed: locks/requirements-locks.txt
 
 # Jobs that reach their time limit, the ladder and an evaluation in a job, on a Slurm of one node: about 8 minutes.
 slurm: $(TOOLS)
-	$(PYTHON) -m pytest tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py tests/slurm/evaluation_in_a_job.py
+	$(PYTHON) -m pytest --none-skipped \
+	    tests/slurm/at_the_limit.py tests/slurm/ladder_in_a_job.py tests/slurm/evaluation_in_a_job.py
 
 # What chapter 6's flags bring: the same trainings without and with overlap, several steps and so on: about an hour.
 skill: data/demo
@@ -271,7 +272,8 @@ $(VENV)/site-installed: requirements-site.txt $(if $(LOCKED),locks/requirements-
 
 # The tests' tools, and every extra that they try; of Holistic Trace Analysis not JupyterLab, which only shows it.
 $(VENV)/tools-installed: requirements-dev.txt requirements-tools.txt requirements-dali.txt requirements-prepare.txt \
-    requirements-mlflow.txt requirements-maps.txt requirements-site.txt requirements-hta.txt $(if $(LOCKED),locks/requirements-dev.txt) $(READY)
+    requirements-mlflow.txt requirements-maps.txt requirements-site.txt requirements-torchao.txt requirements-hta.txt \
+    $(if $(LOCKED),locks/requirements-dev.txt locks/requirements-hta.txt) $(READY)
 	@echo "Installing the tools of the tests, and every extra that they try, into $(VENV): 2 GB more"
 	$(call install,requirements-dev)
 	$(call install,requirements-hta) --no-deps

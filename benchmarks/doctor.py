@@ -148,6 +148,11 @@ def samples_needed(config: Config, peak: float, flops: int) -> float:
     return MFU * peak / (3 * flops * steps) * (1 + steps) / 2
 
 
+def step_seconds(config: Config, peak: float, flops: int, ranks: int) -> float:
+    """Return what a step of the longest forecasts computes, as `simulate` counts what it sends."""
+    return config.global_batch_size * 3 * flops * config.longest_rollout / (MFU * peak * ranks)
+
+
 def read_speed(reader: BatchReader, depth: int) -> float:
     """Return the samples per second of `depth` reads at once, in an order of chance."""
     order = np.random.default_rng(depth).permutation(len(reader.pairs))
@@ -281,7 +286,7 @@ def main(argv: list[str]) -> None:
         print(f"\n(A step is taken to reach {MFU:.0%} of {peak / 1e12:.3g} TFLOP/s a rank: {source})")
         show("Data", values(data))
         show("Storage", storage(data, needed * here / args.nproc, found))
-        step = config.global_batch_size / needed
+        step = step_seconds(config, peak, flops, args.nproc)
         show("Communication", communication(flags, args.nproc, found.get("sent", {}), step))
     if args.machine:
         ranks = max(args.nproc, 1 if device.type == "cuda" else min(len(cores_in_reach()), 2))

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from benchmarks import ladder_report  # noqa: E402
 from benchmarks.harness.call import all_devices, call, check_place, end_on_signals, launch, reason, stay_on  # noqa: E402
 from benchmarks.harness.command import errors_in_one_line, parser_of  # noqa: E402
-from benchmarks.harness.record import device_name  # noqa: E402
+from benchmarks.harness.record import commit_of_code, device_name  # noqa: E402
 from benchmarks.rungs.rungs import AGAIN, DATA_PARALLEL, Rung, all_rungs, chosen, lacks  # noqa: E402
 from benchmarks.rungs.runs import Runs, evaluate, standard_error, why_not  # noqa: E402
 from utils.config.reader import load_config  # noqa: E402
@@ -93,17 +93,6 @@ def run(rung: Rung, flags: list[str], iterations: int, samples: int, folder: Pat
     }
 
 
-def commit() -> str:
-    """Return the commit in use, and whether the code differs from it."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        code = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py", "config"]).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip() + " and changes" * bool(code)
-
-
 def describe(config: Config, flags: list[str], args: argparse.Namespace) -> dict[str, Any]:
     """Return all that two runs must have in common to be compared."""
     return {
@@ -114,7 +103,7 @@ def describe(config: Config, flags: list[str], args: argparse.Namespace) -> dict
         "device": device_name(),
         "cores": len(cores_in_reach()),
         "torch": torch.__version__,
-        "commit": commit(),
+        "commit": commit_of_code(),
         "configuration": json.loads(json.dumps(dataclasses.asdict(config))),  # as it comes back from a file
     }
 

@@ -3,9 +3,7 @@
 # Copy it to make a site file of your own. A site file is read twice:
 #   - in your login shell (source sites/perlmutter.sh): it sets SITE and SBATCH_* variables, which sbatch obeys;
 #   - in the job (by submit_pm.sh, which sets IN_JOB): it loads modules and sets what the tasks need.
+# How many threads a rank has it finds out itself, unless OMP_NUM_THREADS says so.
 if [ -z "$IN_JOB" ]; then
     export SITE=local
-else
-    # Ranks share the machine's cores; without this each would start a thread for every core.
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 fi

@@ -15,6 +15,19 @@ import torch  # noqa: E402
 from tests.helpers import run_here, tiny_flags, write_data  # noqa: E402
 
 
+def pytest_addoption(parser):
+    parser.addoption("--none-skipped", action="store_true", help="a test that is skipped is one that failed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    """A proof that did not run has proved nothing."""
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")  # of the session that starts others
+    if session.config.getoption("none_skipped") and reporter and (skipped := reporter.stats.get("skipped")):
+        print(f"\n{len(skipped)} skipped, and none may be: {skipped[0].longrepr[-1]}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_collection_modifyitems(items):
     """GPU tests run where there is a GPU, unchanged; elsewhere they are skipped with the reason."""
     if not torch.cuda.is_available():

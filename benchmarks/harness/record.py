@@ -2,6 +2,7 @@
 
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ import torch
 from utils.device import cores_in_reach
 from utils.files import to_json, write_text
 
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = (":!benchmarks/results", ":!docs", ":!README.md")  # what a proof writes, as git leaves it out
+
 
 def device_name() -> str:
     """Return the GPU's name, else the processor's."""
@@ -19,6 +23,17 @@ def device_name() -> str:
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit_of_code() -> str:
+    """Return the commit of this code, marked where it was changed since, records and pages aside; else `unknown`."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=20)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *RECORDS], timeout=60).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return "unknown" if head.returncode else head.stdout.strip() + "-dirty" * (changed != 0)
 
 
 class Figures(dict[str, float]):

@@ -128,7 +128,8 @@ class Links:
         As measured for as many ranks, if somebody did. Else by the algorithms that libraries take: a ring, or for an
         all-reduce of few bytes a tree, whichever is faster (Thakur, Rabenseifner & Gropp 2005, Optimization of
         Collective Communication Operations in MPICH). A ring that leaves the node sends over as many network cards as
-        the group has ranks in a node.
+        the group has ranks in a node. An all-to-all is no ring: a rank sends its part to each other one, and those for
+        other nodes over its own card.
         """
         group, links = self.groups[axes], self.machine.links
         n = group.ranks
@@ -139,6 +140,8 @@ class Links:
             return seconds_at(curve, size)
         bandwidth = link.bandwidth
         if group.in_node < n:
+            if kind == "all_to_all":
+                return (n - 1) * link.alpha + (n - group.in_node) / n * size / bandwidth
             inside = links["node"].bandwidth if "node" in links else bandwidth
             bandwidth = min(bandwidth * group.in_node, inside)
         passes = 2 if kind == "all_reduce" else 1

@@ -193,6 +193,8 @@ def test_collectives_as_measured_or_by_their_algorithms():
     assert links.collective("all_gather", 1e6, "cp") == pytest.approx(1e-6 + 0.5e6 / 1e9)
     assert links.collective("all_gather", 1e6, "dp") == pytest.approx(3e-5 + 0.75e6 / 1e8)
     assert links.collective("all_gather", 1e6, "dp-cp") == pytest.approx(7e-5 + 0.875e6 / 2e8)  # two cards a node
+    assert links.collective("all_to_all", 1e6, "cp") == pytest.approx(1e-6 + 0.5e6 / 1e9)
+    assert links.collective("all_to_all", 1e6, "dp-cp") == pytest.approx(7e-5 + 0.75e6 / 1e8)  # 6 of 8 parts, one card
     ring, tree = 2 * (7e-5 + 0.875 * 8 / 2e8), 2 * (3e-5 + 8 / 2e8)
     assert links.collective("all_reduce", 8, "dp-cp") == pytest.approx(min(ring, tree)) and tree < ring
     assert links.collective("all_reduce", 1e6, "pp") == 0

@@ -3,8 +3,10 @@
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +17,14 @@ import train
 import train_mp
 from tests.data.test_forcings import write_constants
 from tests.helpers import ROOT, change_info, losses, records, resume_here, run_folder, run_here, tiny_flags
+from tests.proofs.injections import At, InValidation, Send
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint import weights
 from utils.checkpoint.__main__ import main as checkpoint_main
 from utils.checkpoint.info import CHECKSUM, INFO, _checksum, read_info
 from utils.checkpoint.state import host_memory
 from utils.config.reader import load_config
-from utils.errors import Ended
+from utils.errors import Ended, Refused
 from utils.run.folder import lock_run, open_run_folder
 
 FLAGS = ("--num_iters", "6", "--checkpoint_every", "2")  # two iterations an epoch
@@ -265,6 +268,31 @@ def test_a_job_that_was_started_again_before_it_had_a_run_begins_one(tiny, monke
     assert (other.with_name("00.1") / "metrics.jsonl").exists() and not records(other, "resume")
 
 
+@pytest.mark.parametrize("first", [[], ["--validate_first"]])
+def test_a_job_that_gets_nowhere_does_not_begin_again_for_ever(tiny, monkeypatch, first):
+    """Its time is up in a validation, each time, which begins anew; without --validate_first after an epoch."""
+    argv = tiny_flags(tiny, "--global_batch_size=4", "--num_iters=6", *first)
+    main = partial(train.main, observers=(InValidation(Send(signal.SIGUSR1), iteration=0 if first else 5),))
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    for life, code in enumerate(([75, 75, 2] if first else [75, 75, 75, 2])):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(life))
+        with pytest.raises(Refused if code == 2 else Ended) as ended:
+            run_here(argv, main)
+        assert code == 2 or ended.value.args == (code,)
+    assert str(ended.value).startswith("3 lives of this job in a row ended before a step or a validation was done: give")
+    run_here(argv)  # all that it had is there
+
+
+def test_a_job_that_gets_on_may_begin_often(tiny, monkeypatch):
+    argv = tiny_flags(tiny, "--global_batch_size=4", "--num_iters=20")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    for life in range(4):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(life))
+        with pytest.raises(Ended) as ended:
+            run_here(argv, partial(train.main, observers=(At(Send(signal.SIGUSR1), iteration=3 * life + 1),)))
+        assert ended.value.args == (75,)
+
+
 def test_a_job_that_is_refused_does_not_take_a_run_from_its_owner(tiny, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     folder = run_here(tiny_flags(tiny, *FLAGS))
@@ -381,6 +409,22 @@ def test_the_best_weights(soon_best, tiny, capsys):
     assert "has no complete checkpoint: give the folder" in capsys.readouterr().err
     assert checkpoint_main(["export", str(folder), str(tiny / "no/w.pt")]) == 2
     assert "give another file" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_not_the_best_of_its_run_because_one_asks(soon_best, tiny, capsys):
+    one = soon_best / "checkpoints/00000004-validated"
+    for out in ("w.pt", "folder"):
+        assert checkpoint_main(["export", str(one), str(tiny / out), "--best"]) == 2
+        assert "is one thing: leave --best out" in capsys.readouterr().err and not (tiny / out).exists()
+
+
+def test_a_run_that_is_called_like_a_checkpoint(tiny, capsys):
+    """Such as a date, or the number of a job."""
+    folder = run_here(tiny_flags(tiny, *FLAGS, "--run_num", "20260115"))
+    for command in (["inspect", folder], ["export", folder, tiny / "w.pt", "--best"], ["export", folder, tiny / "out"]):
+        assert checkpoint_main([*map(str, command)]) == 0, capsys.readouterr().err
+    with pytest.raises(ValueError, match="run_num is 'checkpoints': it names"):  # that of a run's checkpoints
+        run_here(tiny_flags(tiny, *FLAGS, "--run_num", "checkpoints"))
 
 
 def test_one_checkpoint_of_a_run_is_the_best(tiny, capsys):

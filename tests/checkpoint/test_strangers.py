@@ -176,7 +176,8 @@ def test_a_slice_without_a_place(newest):
         ("iteration", -1), ("iteration", "2"), ("iteration", True), ("epochs", 1.5), ("is_finished", None),
         ("epoch_losses", ["x"]), ("skipped", 1e3), ("scaler", []), ("config", {}), ("versions", None),
         ("best", {"loss": 1.0, "name": "../../other"}), ("best", {"loss": 1.0, "name": None}), ("best", None),
-        ("layout", {"ranks": "all"}), ("data", "none"),
+        ("layout", {"ranks": "all"}), ("data", "none"), ("scaler", {"x": 1}),
+        ("scaler", {**torch.amp.GradScaler("cpu").state_dict(), "scale": "a"}),
     ],
 )  # fmt: skip
 def test_an_info_that_no_run_writes(newest, entry, value):

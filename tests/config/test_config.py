@@ -98,6 +98,16 @@ def test_values_are_cast_by_the_type_of_the_field(tmp_path):
     assert load("--seed", "12345678901234567").seed == 12345678901234567  # more digits than a float has
 
 
+@pytest.mark.parametrize("text", ["00", "010", "1_0", "2026-01-15", "1:30", "1.50", "0x1F", "+5"])
+def test_a_run_is_called_as_its_name_is_written(tmp_path, text):
+    """YAML 1.1 reads numbers and dates in many a text."""
+    (tmp_path / "a.yaml").write_text(f"base: {{run_num: {text}}}")
+    config = load("--yaml_config", str(tmp_path / "a.yaml"))
+    assert config.run_num == text
+    (tmp_path / "b.yaml").write_text(config.to_yaml())
+    assert load("--yaml_config", str(tmp_path / "b.yaml")) == config
+
+
 def test_keys_that_nothing_needs_are_said(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("base: {wireup_info: env, wireup_store: tcp, optimizer: Adam, model_backend: pytorch}")
@@ -119,7 +129,7 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {}", ["--bucket_cap_mb", "1048577"], ["bucket_cap_mb is 1048577", "1048576 or less"]),
         ("base: {}", ["--seed", str(2**63)], [f"seed is {2**63}", f"{2**63 - 1} or less"]),
         ("base: {enable_jit: 3}", [], ["enable_jit is 3", "true or false"]),
-        ("base: {lr: .nan}", [], ["lr is nan"]),
+        ("base: {lr: .nan}", [], ["lr is '.nan'", "float"]),
         ("base: {optimizer: LAMB}", [], ["LAMB", "Adam"]),
         ("base: {model_backend: tensorrt}", [], ["tensorrt", "pytorch, transformer-engine"]),
         ("base: {}", ["--data_loader_config", "daly"], ["pytorch, dali"]),
@@ -131,8 +141,17 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {}", ["--embeddim", "4"], ["unknown flag '--embeddim'", "did you mean '--embed_dim'"]),
         ("base: {}", ["--num", "4"], ["--num on the command line may be --num_heads, ", "write it in full"]),
         ("base: {}", ["--no_num_iter", "4"], ["unknown flag", "--no_num_iter"]),
-        ("base: {}", ["extra"], ["unknown flag 'extra'"]),
+        ("base: {}", ["extra"], ["'extra' on the command line belongs to no flag"]),
         ("base: {}", ["--tf32", "false"], ["--tf32 takes no value, and 'false' follows it", "or --no_tf32"]),
+        ("base: {}", ["5", "--noddp"], ["'5' on the command line belongs to no flag"]),
+        ("base: {}", ["--depth", "4", "--enable_fused", "4"], ["--enable_fused takes no value, and '4' follows it"]),
+        ("base: {}", ["--"], ["'--' on the command line belongs to no flag"]),
+        ("base: {}", ["--tf32=false"], ["--tf32 takes no value, and 'false' follows it", "or --no_tf32"]),
+        ("base: {}", ["--no_report=x"], ["--no_report takes no value, and 'x' follows it", "write --report"]),
+        ("base: {num_iters: 2026-11-27}", [], ["num_iters is '2026-11-27'", "int"]),
+        ("base: {img_size: !!set {64, 128}}", [], ["img_size is {", "int"]),
+        ("base: {checkpoint_every: 10:00}", [], ["checkpoint_every is '10:00'", "90s, 10m or 1.5h"]),
+        ("base: {comm_timeout: 99999999999h}", [], ["comm_timeout is '99999999999h'", "a year at most, 8760h"]),
         ("base: {}", ["--lr"], ["--lr", "expected one argument"]),
         ("base: {}", ["--amp_mode", "fp8"], ["amp_mode is 'fp8'", "none, fp16, bf16"]),
         ("base: {}", ["--img_size", "8"], ["two numbers"]),

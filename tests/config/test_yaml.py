@@ -17,7 +17,8 @@ MERGES += "".join(f"m{i + 1}: &m{i + 1} {{<<: [{', '.join([f'*m{i}'] * 9)}]}}\n"
     [
         (LISTS, "it unfolds to more than 100,000 values"), (MERGES, "it unfolds to more than 100,000 values"),
         ("a: &a [*a]", "must hold named sections"), ("1: {}", "must hold named sections"),
-        ('x: {lr: !!int ""}', "is not valid YAML"), ('x: {lr: !!timestamp "x"}', "is not valid YAML"),
+        ('x: {lr: !!int ""}', "lr is '': it takes float"), ('x: {lr: !!timestamp "x"}', "lr is 'x': it takes float"),
+        ('x: {lr: !!binary "x"}', "is not valid YAML"),
         ("x: {1: 2}", "has the key 1 in section 'x': keys are names"),
         (f"x: {{lr: {'[' * 2000}{']' * 2000}}}", "is not valid YAML"),
     ],
@@ -44,8 +45,11 @@ def test_a_key_that_stands_twice(tmp_path):
 
 def test_yaml_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ValueError, match="but a pipe, a socket or a device"):
+    with pytest.raises(ValueError, match=r"^[^ ]*pipe\.yaml is no file, but a pipe, a socket or a device"):
         load_config(["--yaml_config", str(tmp_path / "pipe.yaml")])
+    (tmp_path / "latin.yaml").write_bytes(b"x: {run_num: \xe9}")
+    with pytest.raises(ValueError, match="latin.yaml is not valid YAML: 'utf-8' codec"):
+        load_config(["--yaml_config", str(tmp_path / "latin.yaml")])
     with (tmp_path / "large.yaml").open("w") as file:
         file.truncate(2**24 + 1)
     with pytest.raises(ValueError, match="has 16,777,217 bytes: no such file has more"):

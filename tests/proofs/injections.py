@@ -43,15 +43,18 @@ class At(Observer):
 
 @dataclass
 class InValidation(Observer):
-    """Something that happens to all ranks before the first validation, after iteration 5."""
+    """Something that happens to all ranks before the validation after an iteration."""
 
     do: Callable[[Run], None]
+    iteration: int = 5  # the first one
 
     def begin(self, run: Run) -> None:
         self.run = run
+        if not self.iteration:
+            self.do(run)
 
     def after_training(self, record: EpochRecord) -> None:
-        if record.iteration == 5:
+        if record.iteration == self.iteration:
             self.do(self.run)
 
 

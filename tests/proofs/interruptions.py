@@ -58,6 +58,7 @@ GRIDS = {
 }  # fmt: skip
 # 5 iterations an epoch; validation after 5, 10 and 14; dropout, so that random numbers count.
 FLAGS = ("--global_batch_size=4", "--num_iters=14", "--checkpoint_every=4", "--dropout=0.1", "--drop_path=0.1")
+MOVED = 5  # the iteration that a run has when it goes on with another grid
 
 
 class Ranks:
@@ -161,7 +162,7 @@ def moved(grid: Grid, folder: Path, name: str, *flags: str, dtype: torch.dtype, 
         codes = Ranks(where, [*argv, "--resume", "auto"], log, (in_dtype(dtype), *stop)).wait()
         assert codes == [code] * where.ranks, log.read_text()
     path = run_folder(argv, home.folder)
-    assert [line["iteration"] for line in records(path, "resume")] == [5, 8]  # before a validation, and in an epoch
+    assert [line["iteration"] for line in records(path, "resume")] == [MOVED, 8]  # in a validation, and in an epoch
     return path
 
 
@@ -171,7 +172,9 @@ def begun_and_ended(first: Grid, then: Grid, folder: Path, name: str, *flags: st
     for grid, code, *stop in ((first, 75, At(Send(signal.SIGTERM), iteration=4)), (then, 0)):
         codes = Ranks(grid, [*argv, "--resume", "auto"], log, (in_dtype(torch.float64), *stop)).wait()
         assert codes == [code] * grid.ranks, log.read_text()
-    return run_folder(argv, first.folder)
+    path = run_folder(argv, first.folder)
+    assert [line["iteration"] for line in records(path, "resume")] == [MOVED]
+    return path
 
 
 def newest_iteration(run_folders: Iterable[Path]) -> int:
@@ -180,24 +183,28 @@ def newest_iteration(run_folders: Iterable[Path]) -> int:
     return max((read_info(folder)["iteration"] for folder in found), default=0)
 
 
-def worst_error(path: Path, serial: Path) -> tuple[float, float]:
+def worst_error(path: Path, serial: Path, after: int = 0) -> tuple[float, float]:
     """Return the largest difference of two runs over the largest value: of what they recorded, and of their tensors.
 
     It is infinite where one of them has a value that is no number.
+
+    Args:
+        after: leave out what was recorded up to this iteration, but for the validation that follows it.
     """
-    losses, norms, scores, one = _values(path)
-    expected = _values(serial)
+    losses, norms, scores, one = _values(path, after)
+    expected = _values(serial, after)
     assert one.keys() == expected[3].keys()
     told = max(_error(torch.tensor(a), torch.tensor(b)) for a, b in zip((losses, norms, scores), expected))
     return told, max(_error(one[name], expected[3][name]) for name in one)
 
 
-def _values(run: Path) -> tuple[list[float], list[float], list[float], dict[str, torch.Tensor]]:
+def _values(run: Path, after: int = 0) -> tuple[list[float], list[float], list[float], dict[str, torch.Tensor]]:
     steps, epochs = records(run, "step"), records(run, "epoch")
     assert [line["iteration"] for line in steps] == list(range(1, len(steps) + 1))  # each once
     newest = checkpoint.find(run / "checkpoints")[0]
     tensors = checkpoint.read(newest, "model.") | checkpoint.read(newest, "optimizer.")
-    return [s["loss"] for s in steps], [s["grad_norm"] for s in steps], [e["valid_loss"] for e in epochs], tensors
+    losses, norms = ([s[key] for s in steps[after:]] for key in ("loss", "grad_norm"))
+    return losses, norms, [e["valid_loss"] for e in epochs if e["iteration"] >= after], tensors
 
 
 def _error(one: torch.Tensor, other: torch.Tensor) -> float:

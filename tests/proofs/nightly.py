@@ -18,9 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.harness.record import write_record  # noqa: E402
+from benchmarks.harness.record import commit_of_code, write_record  # noqa: E402
 from utils.measure.tables import markdown  # noqa: E402
-from utils.run.saving import commit  # noqa: E402
 
 RECORD = ROOT / "benchmarks/results/nightly.json"
 NEVER = "not yet"
@@ -73,7 +72,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), help="proofs to run")
     args = parser.parse_args()
     steps = json.loads(RECORD.read_text())["steps"] if RECORD.exists() else {}
-    at = commit() or "unknown"  # before a proof writes its record
+    at = commit_of_code()
     for name in args.only:
         print(f"== {name}: {STEPS[name][1]}", flush=True)
         steps[name] = {"commit": at, **ran(STEPS[name][1])}

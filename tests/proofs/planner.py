@@ -1,4 +1,4 @@
-"""Is the planner right? Steps that it predicts, and steps that were taken: `make plan-check`, about ten minutes.
+"""Is the planner right? Steps that it predicts, and steps that were taken: `make plan-check`, about 20 minutes.
 
 Runs of one, two and four ranks on this machine: first the machine is measured, for each number of ranks, then all is
 predicted, and only then the runs are made. And runs of the system that this one comes from, on A100, as published

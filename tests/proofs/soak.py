@@ -8,7 +8,7 @@ full, or lets nobody write; or slow, all the time. Then it is started again, unt
 the grid of ranks changes each time. Some of the runs are evaluated, by one rank or two, and that is killed, or one of
 the two. Afterwards all must be as if nothing had happened. Rows of runs go side by side: the machine is busy, and
 nothing happens when one expects it. Where the time was too short, the record keeps what there was, and `make soak
-SOAK=--more` goes on with the next seed.
+SOAK=--more` goes on with the next seed, at the same commit: other code begins anew.
 """
 
 import argparse
@@ -39,13 +39,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness.record import write_record  # noqa: E402
+from benchmarks.harness.record import commit_of_code, write_record  # noqa: E402
 from tests.helpers import ROOT, clean_environment, free_port, run_folder, tiny_flags, write_data  # noqa: E402
 from tests.proofs.injections import InPicture, InSave, killed  # noqa: E402
 from tests.proofs.interruptions import Grid, Ranks, check_equal, in_dtype, newest_iteration, worst_error  # noqa: E402
 from utils import spans  # noqa: E402
 from utils.checkpoint import store as checkpoint  # noqa: E402
-from utils.run.saving import commit  # noqa: E402
 
 SHARED = ("--shard=gradients",), ("--shard=weights",)
 HOME = [Grid(1), Grid(2), Grid(1, 2, 2), *(Grid(2, 1, 1, shared) for shared in SHARED)]
@@ -176,9 +175,10 @@ def main() -> int:
     parser.add_argument("--more", action="store_true", help="add to the record, until --interruptions are in it")
     given = parser.parse_args()
     before = json.loads(given.json.read_text()) if given.more and given.json and given.json.exists() else {}
-    if given.more and "parts" not in before:
-        parser.error("--more adds to the record of --json, and there is none in parts: begin without it")
-    parts, at, start = before.get("parts", []), commit(), time.monotonic()
+    at, start = commit_of_code(), time.monotonic()
+    parts = [part for part in before.get("parts", []) if part["commit"] == at and not at.endswith("-dirty")]
+    if given.more and not parts:
+        parser.error(f"--more adds to what --json has of this commit, and it has nothing of {at}: begin without it")
     left = given.interruptions - sum(part["interruptions"] for part in parts)
     if left <= 0:
         parser.error(f"{given.json} has {given.interruptions} interruptions: there are no --more to add")
@@ -194,7 +194,7 @@ def main() -> int:
     print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
     figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "slow": slow, "minutes": minutes}
     parts.append({"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": at, "seed": given.seed, **figures})
-    happened += Counter(before.get("happened"))
+    happened += Counter(before.get("happened") if given.more else None)
     if given.json:
         totals = {name: sum(part[name] for part in parts) for name in figures} | {"kinds": len(happened)}
         write_record(given.json, totals, {}, happened=dict(happened.most_common()), parts=parts)

@@ -16,3 +16,33 @@ def test_mutations_change_one_place_each(name):
 def test_one_file_has_the_tests_of_each(name):
     for mutation in mutate.read(name):
         mutate.arguments(ROOT, mutation.tests)
+
+
+def test_tests_that_fail_on_the_code_as_it_is_have_seen_nothing(monkeypatch, tmp_path, capsys):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "place.py").write_text("one = 1\n")
+    test = tmp_path / "tests/test_one.py"
+    (tmp_path / "one.txt").write_text("# one\n\n@ place.py: one -k one\n-one = 1\n+one = 2\n")
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    monkeypatch.setattr(mutate, "LISTS", {"one": tmp_path / "one.txt"})
+    for expected, code, told in ((1, 0, "1 of 1 mutations were seen"), (3, 1, "one -k '(one)': FAILED tests/test_one")):
+        test.write_text(f"import place\n\n\ndef test_one():\n    assert place.one == {expected}\n")
+        assert mutate.main([]) == code
+        assert told in capsys.readouterr().out
+
+
+def test_tests_that_take_as_long_without_the_change_have_seen_nothing(monkeypatch, tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "place.py").write_text("one = 1\n")
+    monkeypatch.setattr(mutate, "LIMIT", 3)
+    copies = mutate.SimpleQueue()
+    for seconds, told in (("9 * (place.one - 1)", mutate.HANG), ("9", None)):
+        lines = f"import place\nimport time\n\n\ndef test_one():\n    time.sleep({seconds})\n"
+        (tmp_path / "tests/test_one.py").write_text(lines)
+        copies.put(tmp_path)
+        assert mutate.changed(copies, False, mutate.Mutation("place.py", "one = 1", "one = 2", "one")) == told
+
+
+def test_tests_of_a_file_are_run_together():
+    tests = ["a -k x", "b -k 'x and y'", "a -k 'y or z' --timeout 9", "b.py::test_x -k z", "a -k x"]
+    assert mutate.unions_of(tests) == ["a -k '(x) or (y or z)'", "b"]

@@ -1,10 +1,14 @@
 """The night: each proof's end is kept when it ends, whatever became of those before."""
 
 import json
+import re
+import subprocess
 import sys
 
 import pytest
 
+from benchmarks.harness import record
+from tests.helpers import ROOT
 from tests.proofs import nightly
 
 
@@ -12,7 +16,8 @@ from tests.proofs import nightly
 def night(tmp_path, monkeypatch):
     """Return a function that runs the night with these commands, and gives its code and its record."""
     monkeypatch.setattr(nightly, "RECORD", tmp_path / "nightly.json")
-    nightly.commit()  # known from here on: what follows runs nothing
+    at = nightly.commit_of_code()
+    monkeypatch.setattr(nightly, "commit_of_code", lambda: at)  # what follows runs nothing
     pages = []
     monkeypatch.setattr(nightly.subprocess, "run", lambda command, **_: pages.append(command[-1]))
 
@@ -34,10 +39,38 @@ def test_a_proof_that_fails_is_told_and_the_next_ones_run(night, capfd):
 
 def test_what_the_readme_tells_of_a_proof(night, monkeypatch):
     """That it failed; that the code was no commit's."""
-    monkeypatch.setattr(nightly, "commit", lambda: "0123456789ab-dirty")
+    monkeypatch.setattr(nightly, "commit_of_code", lambda: "0123456789ab-dirty")
     night({"a": "true", "b": "exit 3"})
     figures = json.loads(nightly.RECORD.read_text())["figures"]
     assert figures["a"].endswith(", 0123456-dirty") and figures["b"].endswith(", 0123456-dirty, failed")
+
+
+def test_the_commit_of_a_proof_is_that_of_the_code(tmp_path, monkeypatch):
+    """What a proof wrote before is no change of it."""
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert record.commit_of_code() == "unknown"
+    for name in ("benchmarks/results/a.json", "docs/a.md", "README.md", "train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *command], check=True)
+    clean = record.commit_of_code()
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    for name in ("benchmarks/results/a.json", "docs/a.md", "README.md"):
+        (tmp_path / name).write_text("after")
+    assert record.commit_of_code() == clean
+    (tmp_path / "train.py").write_text("after")
+    assert record.commit_of_code() == f"{clean}-dirty"
+
+
+@pytest.mark.parametrize("flags, code", [([], 0), (["--none-skipped"], 1)])
+@pytest.mark.parametrize("ranks", [[], ["-n", "1"]])
+def test_a_proof_that_is_skipped_has_failed(tmp_path, flags, code, ranks):
+    (tmp_path / "test_it.py").write_text("import pytest\n\n\ndef test_it():\n    pytest.skip('of a test')\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", *ranks, *flags, tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code and ("none may be: Skipped: of a test" in done.stdout) == code, done.stdout
 
 
 def test_what_ran_another_night_is_kept(night, tmp_path):

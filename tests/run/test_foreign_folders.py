@@ -164,6 +164,16 @@ def test_lines_that_are_no_records(data, foreign):
     assert [event["iteration"] for event in records(foreign, "epoch")] == [2, 4, 6]
 
 
+def test_a_validation_that_is_done_again_in_a_run_whose_steps_are_lost(data, foreign):
+    """The curves begin at the last step that counts; where there is none they begin where they can."""
+    newest, *_ = checkpoint.find(foreign / "checkpoints")
+    told = read_info(newest)["epochs"]
+    line = {"event": "epoch", "iteration": int(newest.name[:8]), "epoch": told + 1}
+    no_step = {"event": "step", "iteration": 1, "loss": "x"}
+    (foreign / "metrics.jsonl").write_text(files.to_line(line) + files.to_line(no_step))
+    resume(data, foreign)
+
+
 HUGE = 10**400
 
 

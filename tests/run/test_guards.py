@@ -4,6 +4,7 @@ import contextlib
 import math
 import signal
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import losses, norms, records, run_folder, run_here, run_ranks, tiny_flags
+from tests.helpers import ROOT, clean_environment, losses, norms, records, run_folder, run_here, run_ranks, tiny_flags
 from tests.proofs.injections import At, Send
 from tests.proofs.interruptions import FLAGS, Grid, Ranks, in_dtype, undisturbed
 from utils.checkpoint import store as checkpoint
@@ -160,6 +161,25 @@ def test_a_rank_that_dies_where_the_others_leave_is_told_in_one_line():
     dead, other = run_ranks(2, ["-c", code], timeout=120)
     assert (dead.returncode, other.returncode) == (-9, 1)
     assert " is gone" in other.stderr and "Traceback" not in other.stderr, other.stderr
+
+
+@pytest.mark.parametrize("error, code", [("Refused", 2), ("ReadError", 2), ("WriteError", 74)])
+@pytest.mark.parametrize("stderr", ["2>/dev/full", "2> >(true)", "2>&-"])
+def test_a_process_ends_where_nobody_can_read_its_last_words(error, code, stderr):
+    program = (
+        "import time; from utils import errors; from utils.ranks.start import start\n"
+        "def main(world, argv):\n"
+        "    time.sleep(0.5)  # who read is gone\n"
+        f"    raise errors.{error}('of a test')\n"
+        "start(main, [])"
+    )
+    command = ["bash", "-c", f'exec "$@" {stderr}', "bash", sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60).returncode == code
+
+
+def test_a_run_without_stderr_trains(tiny):
+    argv = ["bash", "-c", 'exec "$@" 2>&-', "bash", sys.executable, "train.py", *tiny_flags(tiny, "--num_iters=2")]
+    assert subprocess.run(argv, cwd=ROOT, timeout=120, env=clean_environment()).returncode == 0
 
 
 def fail(_) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from utils.checkpoint.info import Unreadable, is_name, read_info
+from utils.checkpoint.info import Unreadable, is_checkpoint, read_info
 from utils.checkpoint.store import find, metadata
 from utils.checkpoint.weights import export, run_of
 from utils.errors import ReadError, one_line
@@ -26,7 +26,7 @@ def inspect(source: Path) -> str:
     Raises ValueError where there is none, and Unreadable for one that is damaged.
     """
     check_own(run_of(source))
-    folders = [source] if is_name(source.name) else find(source / "checkpoints")
+    folders = [source] if is_checkpoint(source) else find(source / "checkpoints")
     if not folders:
         raise ValueError(f"{source} holds no checkpoint: give the folder of a run, or one of its checkpoints")
     lines, best = [], None

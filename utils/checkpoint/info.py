@@ -10,7 +10,7 @@ from typing import Any
 from utils.checkpoint.storage import METADATA, check_regular
 from utils.checksum import checksum
 from utils.files import patiently, write_text
-from utils.reading import holds, is_count, is_flag, is_number, is_text, list_of, read_json
+from utils.reading import holds, is_count, is_finite, is_flag, is_number, is_text, list_of, read_json
 
 FORMAT = 2  # 1, of version 0.1.0, had no checksums
 INFO = "info.json"
@@ -26,6 +26,11 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[0-9]{8,}(-validated)?", text) is not None
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Is this a checkpoint's folder, by its name? A run may have such a name, too, and has checkpoints of its own."""
+    return is_name(path.name) and not (path / "checkpoints").is_dir()
+
+
 def _is_best(x: Any) -> bool:
     """The best checkpoint lies beside this one."""
     if not isinstance(x, dict) or {"loss", "name"} - x.keys():
@@ -39,11 +44,15 @@ def _is_files(x: Any) -> bool:
     return isinstance(x, dict) and all(re.fullmatch(r"[\w.]+", name) and is_count(size) for name, size in x.items())
 
 
+_is_scaler = holds(
+    scale=is_finite, growth_factor=is_finite, backoff_factor=is_finite, growth_interval=is_count,
+    _growth_tracker=is_count,
+)  # fmt: skip
 ENTRIES = {
     "iteration": is_count, "epochs": is_count, "is_finished": is_flag, "epoch_losses": list_of(is_number),
-    "skipped": is_count, "scaler": holds(), "train_samples": is_count, "best": _is_best, "files": _is_files,
-    "layout": holds(ranks=is_count, tensor_parallel=is_count, context_parallel=is_count), "data": holds(),
-    "written": is_number, "config": holds(num_iters=is_count, amp_mode=is_text), "versions": holds(torch=is_text),
+    "skipped": is_count, "scaler": lambda x: x == {} or _is_scaler(x), "train_samples": is_count, "best": _is_best,
+    "files": _is_files, "layout": holds(ranks=is_count, tensor_parallel=is_count, context_parallel=is_count),
+    "data": holds(), "written": is_number, "config": holds(num_iters=is_count, amp_mode=is_text), "versions": holds(torch=is_text),
     "stacked": lambda x: x is None or list_of(is_text)(x), "valid_samples": lambda x: x is None or is_count(x),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.checkpoint.archives import check_archive
-from utils.checkpoint.info import Unreadable, is_name, read_info
+from utils.checkpoint.info import Unreadable, is_checkpoint, read_info
 from utils.checkpoint.store import find, read, reason
 from utils.files import whole
 from utils.reading import check_kind, check_own
@@ -61,7 +61,9 @@ def run_of(source: Path) -> Path:
 def choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint that a path means, with its info. Raises ValueError."""
     check_own(run_of(source))
-    if is_name(source.name):
+    if is_checkpoint(source):
+        if best:
+            raise ValueError(f"best chooses among a run's checkpoints, and {source} is one thing: leave --best out")
         return source, read_info(source)
     why = "give the folder of a run, or one of its checkpoints"
     for folder in find(source / "checkpoints"):

@@ -7,6 +7,7 @@ import math
 import types
 import typing
 from dataclasses import Field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _scalar(name: str, value: Any, kind: type) -> Any:
         if not math.isfinite(number) or (kind is int and not number.is_integer()):
             raise ValueError
         return kind(number)
-    except (KeyError, ValueError, OverflowError):
+    except (KeyError, TypeError, ValueError, OverflowError):  # TypeError: of a set, which YAML knows, too
         raise ValueError(
             f"{name} is {value!r}: it takes {'true or false' if kind is bool else kind.__name__}"
         ) from None
@@ -121,16 +122,27 @@ def parse(argv: list[str], helps: list[tuple[Field, str]], description: str) -> 
                 parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=(), help=argparse.SUPPRESS)
     for name in UNUSED_KEYS:
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    switches = {f"--{field.name}" for field, _ in helps if _parts(field)[0] is bool}
+    switches |= {f"--no_{field.name}" for field, _ in helps if _has_no(field)}
+    for flag, equals, value in (word.partition("=") for word in argv):
+        if equals and flag in switches:
+            raise _takes_none(flag, value)
     given, extra = parser.parse_known_args(argv)
     if extra:
-        before = argv[argv.index(extra[0]) - 1].removeprefix("--").removeprefix("no_")
-        if not extra[0].startswith("-") and any(field.name == before and _has_no(field) for field, _ in helps):
-            raise ValueError(
-                f"--{before} takes no value, and {extra[0]!r} follows it: write --{before}, or --no_{before}"
-            )
-        raise _unknown(extra[0].split("=")[0], names, "flag", "on the command line")
+        stray = extra[0]
+        for before, word in pairwise(argv):
+            if word == stray and before in switches and not stray.startswith("-"):
+                raise _takes_none(before, stray)
+        if not stray.startswith("-") or stray == "--":
+            raise ValueError(f"{stray!r} on the command line belongs to no flag: write --FLAG VALUE, or leave it out")
+        raise _unknown(stray.split("=")[0], names, "flag", "on the command line")
     alone = {field.name: field.metadata["alone"] for field, _ in helps if getattr(given, field.name, None) == []}
     return vars(given) | alone, remarks
+
+
+def _takes_none(flag: str, value: str) -> ValueError:
+    name = flag.removeprefix("--").removeprefix("no_")
+    return ValueError(f"{flag} takes no value, and {value!r} follows it: write --{name}, or --no_{name}")
 
 
 def _has_no(field: Field) -> bool:
@@ -190,11 +202,31 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _as_written(loader: _Loader, node: yaml.ScalarNode) -> int | float | str:
+    """Return a number only where Python would write it so: else its text, which each key reads as its kind.
+
+    YAML 1.1 takes 00 for 0 and 010 for 8, and a run may be called so; it takes 10:00 for 600, and knows dates.
+    """
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            if repr(kind(node.value)) == node.value:
+                return kind(node.value)
+    return node.value
+
+
+for kind in ("int", "float", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{kind}", _as_written)
+
+
 def _read_section(path: str, section: str) -> dict[str, Any]:
     try:
-        sections = yaml.load(read_text(Path(path), LARGEST_YAML), _Loader)  # safe: a SafeLoader
+        text = read_text(Path(path), LARGEST_YAML)
     except OSError as error:
         raise ValueError(f"cannot read the configuration {path} ({error.strerror}): check --yaml_config") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
+    try:
+        sections = yaml.load(text, _Loader)  # safe: a SafeLoader
     except Exception as error:  # a value with a tag that it does not fit raises anything
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(sections, dict) or not all(

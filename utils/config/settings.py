@@ -58,12 +58,18 @@ def key(
 path = partial(key, same_forecast=True)  # an evaluation compares the files themselves
 
 
+LONGEST_TIME = 365 * 24 * 3600  # seconds
+
+
 def seconds(name: str, text: str) -> float:
     """Return a time such as 90s, 10m or 1.5h in seconds. Raises ValueError for another text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if not match or not float(match[1]):
         raise ValueError(f"{name} is {text!r}: it takes a time such as 90s, 10m or 1.5h")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+    found = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
+    if found > LONGEST_TIME:
+        raise ValueError(f"{name} is {text!r}: it takes a year at most, {LONGEST_TIME // 3600}h")
+    return found
 
 
 def interval(name: str, text: str) -> tuple[int | None, float | None]:
@@ -304,7 +310,7 @@ class Config(Keys):
         if self.global_batch_size not in (None, total):
             raise ValueError(
                 f"local_batch_size {self.local_batch_size} on {rule} makes a global batch of {total}, "
-                f"not global_batch_size {self.global_batch_size}: set only one of the two"
+                f"not global_batch_size {self.global_batch_size}: set only one of the two (None for the other)"
             )
         return replace(self, global_batch_size=total)
 

@@ -40,6 +40,8 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
     with 1, and by that the others.
     """
     world, watch = World(), None
+    if sys.stderr is None:  # closed: 2>&-
+        sys.stderr = open(os.devnull, "w")
     threading.excepthook = partial(_told_by_the_next_call, others=threading.excepthook)
     try:
         world = find_world(os.environ)
@@ -55,7 +57,8 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
     except Refused as error:
         _tell_torchrun(str(error))
         if world.rank == 0:
-            print(f"{os.path.basename(sys.argv[0])}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody can read it
+                print(f"{os.path.basename(sys.argv[0])}: error: {one_line(str(error))}", file=sys.stderr, flush=True)
         error.__traceback__ = None  # it holds main's variables, and NCCL waits for recorded graphs to be gone
         code = 2
     except ReadError as error:
@@ -113,7 +116,8 @@ def _end_all(world: World, error: Exception) -> None:
         _tell_torchrun(f"{why}; it was at {at}")
         end_now(f"rank {world.rank}: {why}; it was at {at}")
     _tell_torchrun(f"{type(error).__name__}: {first_line(error)} ({at})")
-    traceback.print_exc()
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
     end_now(f"rank {world.rank}: {type(error).__name__} ({at})")
 
 

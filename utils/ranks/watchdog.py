@@ -68,6 +68,8 @@ def place(stack: traceback.StackSummary) -> str:
 
 
 def end_now(message: str, code: int = 1) -> None:
-    """Print one line and end this process, whatever its threads wait for."""
-    os.write(2, f"{os.path.basename(sys.argv[0])}: error: {message}\n".encode())
+    """Print one line and end this process, whatever its threads wait for, and also where nobody can read the line."""
+    with contextlib.suppress(OSError):
+        if sys.__stderr__ is not None:  # where it is closed another file may have its number
+            os.write(2, f"{os.path.basename(sys.argv[0])}: error: {message}\n".encode())
     os._exit(code)

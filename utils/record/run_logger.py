@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,8 @@ from utils.errors import Ended
 from utils.files import cut_records, to_line
 from utils.observers import EpochRecord, Observer
 from utils.plots import forecast_figure, render
-from utils.record.boards import Curves
+from utils.reading import is_number
+from utils.record.boards import TAGS, Curves
 from utils.record.log import close_log, open_log
 from utils.shards import own
 from utils.spans import in_span
@@ -36,6 +38,7 @@ class RunLogger(Observer):
         self.unwritten, self.lock = b"", threading.Lock()  # lines that the disk has not taken; two threads write
         self.curves: Curves | None = None
         self.is_first_epoch = True  # of this process
+        self.begun_here = 1  # how many processes in a row went on from the same place
         self.last: EpochRecord | None = None
 
     def open_records(self, iteration: int, epochs: int, resumed: Path | None) -> None:
@@ -50,12 +53,15 @@ class RunLogger(Observer):
         path, is_redone = self.folder / "metrics.jsonl", False
         if iteration:
             kept, void = cut_records(path, iteration, epochs)
+            told = [event["event"] for event in reversed(kept) if event["event"] in ("step", "epoch", "resume")]
+            self.begun_here += len([*takewhile("resume".__eq__, told)])
             # A validation whose checkpoint was not written: its scores are on the board at the last step that counts.
             is_redone = any(event["event"] == "epoch" and event["iteration"] == iteration for event in void)
         self.records = path.open("ab", buffering=0)
         self.curves = Curves(self.folder, self.job.config, iteration + (not is_redone) if iteration else None)
         if is_redone:
-            self.curves.points(next(event for event in reversed(kept) if event["event"] == "step"))
+            for step in [event for event in kept if _is_point(event)][-1:]:
+                self.curves.points(step)
         if resumed:
             self.write({"event": "resume", "iteration": iteration, "checkpoint": str(resumed)})
 
@@ -219,6 +225,11 @@ class RunLogger(Observer):
         for c in fields.plot_channels:
             logging.info("  Picture: %s", self.folder / "pictures" / f"{names[c]}.png")
         logging.info("  Records: %s", self.folder / "metrics.jsonl")
+
+
+def _is_point(event: dict[str, Any]) -> bool:
+    """Is this what a run writes of a step?"""
+    return event["event"] == "step" and all(x is None or is_number(x) for x in map(event.get, TAGS["step"]))
 
 
 def _close_records(records: BinaryIO, lines: bytes) -> None:

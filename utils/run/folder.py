@@ -43,7 +43,7 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
     is nothing to resume, and where a key that decides training has changed. ReadError where a folder cannot be listed:
     who knows what it holds?
     """
-    if config.run_num in ("", ".", "..") or "/" in config.run_num or not config.run_num.isprintable():
+    if config.run_num in ("", ".", "..", "checkpoints") or "/" in config.run_num or not config.run_num.isprintable():
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
     found = _find(config, name)
     if found is None:

@@ -1,6 +1,7 @@
 """When a run saves and when it stops, what a checkpoint says of a run, and how a run goes on from one."""
 
 import dataclasses
+import os
 import platform
 import subprocess
 from functools import cache
@@ -25,6 +26,7 @@ from utils.run.verify import Verifier
 from utils.spans import in_span, span
 
 NO_BEST = {"loss": None, "name": None}
+IDLE_LIVES = 3  # of a Slurm job, in a row: then it is not to begin again
 
 
 def resume(run: Any, found: RunFolder) -> tuple[Path, dict[str, Any]]:
@@ -129,6 +131,7 @@ class Saving(Observer):
     def begin(self, run: Any) -> None:
         """Begin to listen to signals, and to the clock."""
         self.run, config = run, run.job.config
+        self.begun = run.iteration, run.epochs
         self.iterations, save_seconds = interval("checkpoint_every", config.checkpoint_every)
         limit, wait = config.time_limit, config.longest_wait
         sync = run.logger.sync if run.logger else None
@@ -168,6 +171,8 @@ class Saving(Observer):
         if stop:
             why = self.requests.reason or "a signal to another rank"
             self.run.log("Stopping after %d of %d iterations: %s", iteration, self.run.job.config.num_iters, why)
+            if self.begun == (self.run.iteration, self.run.epochs):
+                self._check_lives()
             if not iteration:
                 self.run.log("Stopped before the first step: there is nothing to go on from")
                 raise Ended(STOPPED)
@@ -175,6 +180,18 @@ class Saving(Observer):
             self._wait_for_last()
             self.run.log("Stopped: --resume auto goes on from here, or --resume %s", self.run.folder)
             raise Ended(STOPPED)
+
+    def _check_lives(self) -> None:
+        """Raise Refused, on all ranks, where a Slurm job did nothing in its last lives: it would begin again for ever."""
+        with all_ranks_agree():
+            lives = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
+            if self.resumed and self.run.logger:
+                lives = min(lives, self.run.logger.begun_here)
+            if lives >= IDLE_LIVES and self.run.logger:  # rank 0 has read the records
+                raise ValueError(
+                    f"{lives} lives of this job in a row ended before a step or a validation was done: give it more time "
+                    f"(sbatch -t), or validate less (--limit_nsamples_val)"
+                )
 
     def after_epoch(self, record: EpochRecord, example: tuple) -> None:
         """Save if it is time, if this is the best loss, and at the end. Raises Ended where the last is not written.

@@ -44,7 +44,7 @@ class _WindowsLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, image, weight, bias, cut):
         ctx.cut = cut
-        ctx.save_for_backward(image, weight)  # where autograd would keep the windows: four times as much
+        ctx.save_for_backward(image, weight)  # where autograd would keep the windows: up to four times as much
         return F.linear(cut(image), weight, bias)
 
     @staticmethod
@@ -105,8 +105,8 @@ def part_slices(patch_size: int, overlap: int) -> list[tuple[slice, slice]]:
 class OverlapHead(nn.Linear):
     """The head whose tokens write windows: [B, R K, D] -> an image with margins, [B, C, H + 2 o, W].
 
-    The windows together are four times as large as the image. So they are computed, weighted and added in four parts,
-    of which one is in memory at a time.
+    The windows together are up to four times as large as the image. So they are computed, weighted and added in four
+    parts, of which one is in memory at a time.
     """
 
     def __init__(self, embed_dim: int, out_chans: int, columns: int, patch_size: int, overlap: int):

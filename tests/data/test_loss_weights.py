@@ -13,6 +13,7 @@ from utils.data.fields import Fields
 from utils.data.files import ERA5_CHANNELS
 from utils.data.loss_weights import distance, loss_weights
 from utils.data.token_shard import TokenShard
+from utils.data.variables import meant, variable
 from utils.files import read_events
 from utils.loss import relative_l2
 
@@ -38,6 +39,15 @@ def test_the_rule_of_swin_v2_weather_on_the_20_channels():
     np.testing.assert_allclose(found, values / values.mean(), rtol=1e-12)
     (other, _) = loss_weights(*weighted("--loss_channels", "auto", names=["q2m", "z1000"]))[:, 0, 0]
     assert other == pytest.approx(0.01 / 0.505)
+
+
+def test_beside_u100m_is_u100_a_level():
+    """As in the data of Makani."""
+    names = ["u100m", "u100", "v100"]
+    assert [variable(meant(name, names)).level for name in names] == [None, 100, None]
+    assert variable("u100m").wb2 == variable("u100").wb2 == "100m_u_component_of_wind"
+    found = loss_weights(*weighted("--loss_channels", "auto", "--loss_levels=pressure", names=["u10m", "u10", "z500"]))
+    np.testing.assert_allclose(found[:, 0, 0], np.array([0.1, 0.01 * 0.01, 0.5 * 0.5]) / np.mean([0.1, 1e-4, 0.25]))
 
 
 def test_the_rule_knows_a_variable_by_any_of_its_names():

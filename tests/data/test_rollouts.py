@@ -65,6 +65,20 @@ def test_samples_of_several_steps_span_no_gap(tmp_path):
     assert np.array_equal(files.samples(1, 1), files.samples(1))
 
 
+def test_times_that_were_computed_from_days_are_whole_seconds(tmp_path):
+    """What rounding leaves is no gap, and no minute of the day before."""
+    steps = 1000
+    write_file(tmp_path / "2000.h5", fields(steps, 1, 4, 8))
+    with h5py.File(tmp_path / "2000.h5", "r+") as file:
+        del file["time"]
+        file["time"] = (36524 + np.arange(steps) / 24 - 25567) * 86400  # days since 1900, hour by hour
+        assert len(np.unique(np.diff(file["time"][:]))) > 1
+    files = Files.open(str(tmp_path))
+    assert files.step_seconds() == 3600 and files.times[0].dtype == np.int64
+    assert len(files.samples(1)) == steps - 1 and len(files.stretches(1, 24)) == steps - 24
+    assert [files.date(0, t) for t in (0, 1)] == ["2000-01-01 00:00", "2000-01-01 01:00"]
+
+
 def test_memory_for_one_step_is_what_it_was(tiny):
     ring = weather(tiny).train_loader.reader.ring
     assert ring.nbytes == 8 * 2 * 3 * 16 * 32 * 4  # in the loop: one batch, an input and a target a sample

@@ -1,5 +1,6 @@
 """Statistics of other channels than the files, statistics that are not there, and names that nobody gave."""
 
+import dataclasses
 import json
 
 import h5py
@@ -225,3 +226,12 @@ def test_what_one_of_two_descriptions_does_not_know_is_no_difference(tmp_path):
     found = opened(tmp_path)
     assert unlike(found, found.description | {"season": "winter", "units": None}) is None
     assert unlike(found, found.description | {"latitudes": [0, 1]}) == "latitudes"
+
+
+def test_inputs_in_other_units_are_a_difference(tmp_path):
+    """Also of channels that are read and not forecast."""
+    write_data(tmp_path, names=["a", "b", "c"])
+    found = opened(tmp_path)
+    assert any(found.in_units) and any(found.units)
+    other = dataclasses.replace(found, in_units=[*found.in_units[:-1], "degC"])
+    assert unlike(other, found.description) == "units of the inputs"

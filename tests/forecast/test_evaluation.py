@@ -381,8 +381,12 @@ def test_a_climatology_that_does_not_fit(trained, tmp_path):
     for name, change, remedy in (
         ("units", lambda usual: usual.u.attrs.update(units="knots"), "has u in knots, and the data in m s-1"),
         ("grid", lambda usual: usual.update({"latitude": usual.latitude + 1}), "has another latitude than the data"),
+        ("from 0", lambda usual: usual.update({"dayofyear": usual.dayofyear - 1}), "must hold 1 to 365, or 366, each"),
+        ("twice", lambda usual: usual.longitude.values.__setitem__(1, 0), "a longitude in no order, or a value twice"),
+        ("hours", lambda usual: usual.hour.values.__setitem__(1, 0), "a hour in no order, or a value twice"),
     ):
-        usual = write_climatology(trained, tmp_path / "good.nc")
+        usual = write_climatology(trained, tmp_path / "good.nc").copy(deep=True)
+        usual = usual.assign_coords({axis: usual[axis].values.copy() for axis in usual.coords})
         change(usual)
         usual.to_netcdf(tmp_path / f"{name}.nc")
         assert remedy in refused(flags(trained, "--climatology", str(tmp_path / f"{name}.nc")))
@@ -393,9 +397,11 @@ def test_a_climatology_that_cannot_be_read_to_its_end(trained, tmp_path):
     usual.to_zarr(tmp_path / "broken.zarr", zarr_format=2)
     for path in (tmp_path / "broken.zarr/t").glob("[0-9]*"):
         path.write_bytes(b"x")
-    usual.t[0] = np.nan
-    usual.to_netcdf(tmp_path / "gaps.nc")
-    for name, told in (("broken.zarr", "cannot read "), ("gaps.nc", "day 1 of the year is not finite everywhere")):
+    for name, value in (("gaps.nc", np.nan), ("filled.nc", 9.97e36)):
+        usual.t[{"dayofyear": 0, "latitude": 3, "longitude": 5}] = value
+        usual.to_netcdf(tmp_path / name)
+    day = "day 1 of the year, 't', row 3, column 5 is"
+    for name, told in (("broken.zarr", "cannot read "), ("gaps.nc", f"{day} nan"), ("filled.nc", f"{day} 9.97e")):
         argv = flags(trained, "--climatology", str(tmp_path / name), "--out", str(tmp_path / "out"))
         with pytest.raises(ReadError, match=told):
             call_here(evaluate.main, argv)

@@ -188,7 +188,10 @@ def test_a_model_takes_numpy_and_torch_one_state_and_several(exported):
     with pytest.raises(ValueError, match=r"a state of shape \[3, 16, 31\]: it takes \[3, 16, 32\] \(u, v, t on"):
         model.step(states[0, :, :, 1:])
     states[1, 2, 3, 4] = np.nan
-    with pytest.raises(ValueError, match=r"not finite at \[1, 2, 3, 4\] \(channel t\): fill it"):
+    with pytest.raises(ValueError, match=r"the state is nan at \[1, 2, 3, 4\] \(channel t\): fill it"):
+        model.step(states)
+    states[1, 2, 3, 4] = 9.97e36  # what NetCDF fills with
+    with pytest.raises(ValueError, match=r"the state is 9.97e\+36 at"):
         model.step(states)
     assert len(model.latitude) == 16 and model.latitude[0] == 90
 

@@ -453,6 +453,20 @@ def test_longitudes_are_rolled_only_round_the_globe(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "given, rising",
+    [
+        ([350.0, 355, 0, 5], [-10, -5, 0, 5]), ([170.0, 175, -180, -175], [170, 175, 180, 185]),
+        ([340.0, 350, 360], [340, 350, 360]), ([350.0, 0, 10], [-10, 0, 10]),
+    ],
+)  # fmt: skip
+def test_the_columns_of_a_region_rise(tmp_path, given, rising):
+    raw = dataset(steps=2, longitude=np.array(given))
+    archive = Archive.open([write(tmp_path / "raw", raw)])
+    assert archive.longitude.tolist() == rising
+    np.testing.assert_array_equal(dict(archive.read(0, 2))[0], raw.t2m.values)
+
+
+@pytest.mark.parametrize(
     "given",
     [
         np.arange(-180, 180, 1 / 3), np.arange(-180, 180, 0.703125), np.arange(-180, 180, 1.2, dtype="f4"),
@@ -505,6 +519,25 @@ def test_missing_values_are_refused_or_filled_and_counted(tmp_path, capsys):
     assert main([path, *out, "--fill", "t2m=271.5"]) == 0
     assert "missing values: 2 of t2m, filled" in capsys.readouterr().out
     assert (read(tmp_path / "out")["train/2000.h5"]["fields"][[3, 9], 0, 2, 5] == 271.5).all()
+
+
+@pytest.mark.parametrize("value", [1e15, 9.999e20, -9.96921e36])
+def test_values_that_archives_fill_with_are_missing(tmp_path, capsys, value):
+    """Also where no attribute says so."""
+    raw = dataset()
+    raw.t2m[3, 2, 5] = value
+    path = write(tmp_path / "raw", raw.drop_encoding())
+    assert main([path, "--out", str(tmp_path / "out")]) == 2
+    assert f"t2m has 1 missing or infinite values in a block of 28 steps, the first, {value:g}, at" in (
+        capsys.readouterr().err
+    )
+    write_data(tmp_path / "made", names=["a", "b", "c"])
+    with h5py.File(tmp_path / "made/train/2002.h5", "r+") as file:
+        file["fields"][3, 1, 2, 5] = value
+    assert main(["check", str(tmp_path / "made")]) == 1
+    assert "2002.h5, fields[3, 1, 2, 5] (b) is " in capsys.readouterr().out
+    assert main(["stats", str(tmp_path / "made"), "--overwrite"]) == 2
+    assert "2002.h5: frame 3 lacks values, or has huge ones: mend the file first" in capsys.readouterr().err
 
 
 def test_gaps_are_refused_or_allowed(tmp_path, capsys):
@@ -745,7 +778,7 @@ def test_constants_that_are_wrong_are_refused(tmp_path, capsys):
 
     holes = masks()
     holes.lsm[3, 4] = np.nan
-    assert "lsm has 1 missing or infinite values in all, the first at 22.5N 90E" in refused(holes)
+    assert "lsm has 1 missing or infinite values in all, the first, nan, at 22.5N 90E" in refused(holes)
     assert "lie on different grids" in refused(masks(latitude=np.linspace(80, -80, 9)))
     assert "nothing in the files for channel 'lsm'" in refused(masks().drop_vars("lsm"))
     path = write(raw, holes, "holes.nc")

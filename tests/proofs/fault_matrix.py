@@ -114,7 +114,7 @@ def grids(folder: Path) -> tuple[dict[str, list[float]], list[str]]:
 
 
 def layouts(folder: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Return the errors in float64 of each pair of layouts, from where the second took over, and those beyond bounds."""
+    """Return the errors in float64 of each pair of layouts, from where the second took over, and runs beyond bounds."""
     flags = "--dropout=0", "--num_iters=8"
     serial = undisturbed(Grid(1), folder, "layouts", *flags, dtype=torch.float64)
     rows, far = {}, []

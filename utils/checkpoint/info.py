@@ -52,8 +52,9 @@ ENTRIES = {
     "iteration": is_count, "epochs": is_count, "is_finished": is_flag, "epoch_losses": list_of(is_number),
     "skipped": is_count, "scaler": lambda x: x == {} or _is_scaler(x), "train_samples": is_count, "best": _is_best,
     "files": _is_files, "layout": holds(ranks=is_count, tensor_parallel=is_count, context_parallel=is_count),
-    "data": holds(), "written": is_number, "config": holds(num_iters=is_count, amp_mode=is_text), "versions": holds(torch=is_text),
-    "stacked": lambda x: x is None or list_of(is_text)(x), "valid_samples": lambda x: x is None or is_count(x),
+    "data": holds(), "written": is_number, "config": holds(num_iters=is_count, amp_mode=is_text),
+    "versions": holds(torch=is_text), "stacked": lambda x: x is None or list_of(is_text)(x),
+    "valid_samples": lambda x: x is None or is_count(x),
 }  # fmt: skip
 
 

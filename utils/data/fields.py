@@ -203,6 +203,7 @@ class Fields:
             "input channels": self.in_names,
             "forecast channels": self.out_names,
             "units": self.units if any(self.units) else None,
+            "units of the inputs": self.in_units if any(self.in_units) else None,
             "step in hours": self.step_hours if self.has_time else None,
             "latitudes": [round(float(self.latitude[i]), 3) for i in (0, -1)],
             "longitudes": [round(float(self.longitude[i]), 3) for i in (0, -1)],
@@ -212,8 +213,7 @@ class Fields:
 
     def label(self, channel: int) -> str:
         """Return the name of a forecast channel with its units."""
-        name, units = self.out_names[channel], self.units[channel]
-        return f"{name} [{units}]" if units else name
+        return self.out_names[channel] + f" [{self.units[channel]}]" * bool(self.units[channel])
 
     def to_units(self, field: Tensor, channel: int) -> np.ndarray:
         """Return a normalised field [H, W] of forecast channel `channel` in its units, on the host."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -26,6 +27,7 @@ ERA5_CHANNELS = (
     "u10m v10m t2m sp msl t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv".split()
 )
 LONGEST_AXIS, LATEST = 2**24, 5e10  # values; seconds since 1970, in the year 3554
+EPOCH = "seconds since 1970-01-01"
 STORED_STEP_HOURS = 6.0  # of files without `time`
 
 
@@ -39,7 +41,7 @@ class Files:
 
     paths: tuple[str, ...]
     steps: tuple[int, ...]  # stored time steps of each file
-    times: tuple[np.ndarray | None, ...]  # seconds since 1970-01-01 of each step, where stored
+    times: tuple[np.ndarray | None, ...]  # seconds since 1970-01-01 of each step, in whole ones, where stored
     shape: tuple[int, int, int]  # C, H, W
     offsets: tuple[int | None, ...]  # where the values begin in each file; None where only HDF5 can read them
     stamps: tuple[tuple[int, int], ...]  # size and date of each file: what is read later must be what was seen here
@@ -236,7 +238,7 @@ def _read_head(path: Path, look_through: bool) -> Files:
                 if name not in fields.attrs:
                     return None
                 stored = np.atleast_1d(fields.attrs[name])
-                values = tuple(v.decode() if isinstance(v, bytes) else str(v) for v in stored)
+                values = tuple(map(_text, stored))
                 if len(values) != shape[0]:
                     raise ValueError(f"{path} has {len(values)} {name} for {shape[0]} channels: mend the attribute")
                 return values
@@ -263,6 +265,11 @@ def _read_head(path: Path, look_through: bool) -> Files:
         raise ValueError(f"cannot read {path} as HDF5 ({found}): copy it again or remove it") from None
 
 
+def _text(value: Any) -> str:
+    """Return an attribute of HDF5 as text."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
 def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | None:
     """Return an axis; None where the file has none. Raises ValueError where it does not fit."""
     if name not in file:
@@ -275,15 +282,18 @@ def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | Non
         raise ValueError(f"{path} has {name} in another file: store it in this one")
     check_whole(path, stored)
     values = stored[:]
+    if name == "time" and (units := _text(stored.attrs.get("units", EPOCH))).replace("T", " ")[: len(EPOCH)] != EPOCH:
+        raise ValueError(f"{path} has times in {units!r}: write them as {EPOCH}")
     if name != "time":
         return values.astype(np.result_type(values, np.float32))
     if not (np.abs(values.astype(np.float64)) < LATEST).all():
         raise ValueError(f"{path} has a time that is no date of 386 to 3554: write it as seconds since 1970-01-01")
     if values.dtype.kind == "f" and values.dtype.itemsize < 8:
         raise ValueError(f"{path} has times of {values.dtype}, which are minutes apart: write them as int64 or float64")
-    if len(back := np.flatnonzero(np.diff(values.astype(np.float64)) <= 0)):
+    values = np.rint(values.astype(np.float64)).astype(np.int64)  # what was computed from days is rounded
+    if len(back := np.flatnonzero(np.diff(values) <= 0)):
         raise ValueError(f"{path} has times that do not rise at step {back[0] + 1}: put its time steps in order")
-    return values.astype(values.dtype.newbyteorder("="))
+    return values
 
 
 def _grid(path: Path, file: h5py.File, H: int, W: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from utils.config.settings import Config
 from utils.data.fields import Fields
 from utils.data.files import check_each_once
 from utils.data.token_shard import TokenShard
-from utils.data.variables import variable
+from utils.data.variables import meant, variable
 from utils.loss import relative_l2, relative_norm
 from utils.sphere import HorizontalGradient, check_round
 
@@ -81,7 +81,7 @@ def loss_weights(config: Config, fields: Fields) -> np.ndarray:
     names = fields.out_names
     channels = np.array(_auto(names) if config.loss_channels == (AUTO,) else _given(config.loss_channels or (), names))
     if config.loss_levels == PRESSURE:  # what has no level counts as if it lay at 1000 hPa
-        channels = channels * [(variable(name).level or 1000) / 1000 for name in names]
+        channels = channels * [(variable(meant(name, names)).level or 1000) / 1000 for name in names]
     if not channels.sum() > 0:
         raise ValueError("loss_channels are all 0: there is nothing to learn; give one of them a weight")
     rows = np.ones(len(fields.latitude))
@@ -92,7 +92,7 @@ def loss_weights(config: Config, fields: Fields) -> np.ndarray:
 
 def _auto(names: list[str]) -> list[float]:
     def weight(name: str) -> float:
-        known = variable(name)
+        known = variable(meant(name, names))
         if known.level is not None:
             return 0.001 * known.level
         return 1.0 if known.short == "t2m" else 0.1 if known.short in NEAR_GROUND else 0.01

@@ -5,7 +5,10 @@ WeatherBench's those of Rasp et al. 2024 (WeatherBench 2).
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 # Short name: WeatherBench's, the standard name, and in words. On pressure levels ...
 ON_LEVELS = {
@@ -36,12 +39,13 @@ ALONE = {
     "lsm": ("land_sea_mask", "land_area_fraction", "part of land"),
     "zs": ("geopotential_at_surface", "surface_geopotential", "geopotential at the surface"),
 }
-# The tutorial's names of what ERA5 calls otherwise, and the built-in data's: two levels without a pressure.
-ALIASES = {"u10m": "u10", "v10m": "v10"}
+# The tutorial's and Makani's names of what ERA5 calls otherwise; the built-in data's: two levels without a pressure.
+ALIASES = {"u10m": "u10", "v10m": "v10", "u100m": "u100", "v100m": "v100"}
 LAYERS = {"u": "u", "v": "v", "vor": "vo"}
 STREAMFUNCTION = ("psi", "atmosphere_horizontal_streamfunction", "streamfunction")
 LEVEL = re.compile(r"(.*?)@?(\d+(?:\.\d+)?)(?:hPa)?")  # a variable, and a level in hPa
 NEAR_GROUND = ("u10", "v10", "u100", "v100")  # so many metres above the ground: not u at 10 hPa
+LARGEST = 1e15  # of any field in its units
 UNITLESS = ("(0 - 1)", "~", "dimensionless", "fraction")  # archives' words for what CF calls 1
 
 
@@ -73,6 +77,11 @@ def variable(name: str) -> Variable:
     return Variable(None, None, name.replace("_", " "), None, None)
 
 
+def meant(name: str, others: Sequence[str]) -> str:
+    """Return a channel's name as one to itself: beside a u100m, as in Makani's data, u100 is the wind at 100 hPa."""
+    return f"{name}hPa" if name in NEAR_GROUND and f"{name}m" in others else name
+
+
 def synonyms(name: str) -> list[str]:
     """Return the names of a variable, this one first: `z` and `geopotential`."""
     found = [name, *([ALIASES[name]] if name in ALIASES else [])]
@@ -81,6 +90,11 @@ def synonyms(name: str) -> list[str]:
             found += [other for other in (short, wb2) if other not in found]
             break
     return found
+
+
+def missing(values: np.ndarray) -> np.ndarray:
+    """Return where no value is: NaN, infinity, and the huge numbers that archives fill with (1e15, 1e20, 9.97e36)."""
+    return ~(np.abs(values) < LARGEST)
 
 
 def cf_units(units: str) -> str:

@@ -16,11 +16,12 @@ import h5py
 import numpy as np
 from torch import Tensor
 
+from utils.data.files import EPOCH
 from utils.data.statistics_sums import StatisticsSums
 from utils.files import to_disk
 
 # The axes of `fields`, with their units.
-AXES = {"time": "seconds since 1970-01-01", "channel": "", "latitude": "degrees_north", "longitude": "degrees_east"}
+AXES = {"time": EPOCH, "channel": "", "latitude": "degrees_north", "longitude": "degrees_east"}
 # A chunk is one channel of one frame. gzip is at its fastest level and after shuffling bytes, as archives have it.
 LAYOUTS = {
     "contiguous": {},

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from utils.data.fields import Fields
+from utils.data.variables import missing
 from utils.errors import ReadError
 from utils.prepare_data.archive_file import open_archive
 from utils.prepare_data.stored import check_stored
@@ -70,14 +71,18 @@ class Climatology:
             here, other = (str(x).replace("**", "") for x in (units, dataset[name].attrs.get("units", units)))
             if units and other != here:
                 raise ValueError(f"{path} has {name} in {other}, and the data in {units}: bring it to the same units")
+        for axis in sorted(axes):
+            index = dataset.indexes[axis]
+            if not (index.is_unique and (index.is_monotonic_increasing or index.is_monotonic_decreasing)):
+                raise ValueError(f"{path} has a {axis} in no order, or a value twice: sort it first")
         self.file = dataset
         self.dataset = dataset.sel(latitude=fields.latitude, longitude=fields.longitude, method="nearest")
         for axis in ("latitude", "longitude"):
             if not np.allclose(self.dataset[axis], getattr(fields, axis), atol=1e-3):
                 raise ValueError(f"{path} has another {axis} than the data: bring it to the same grid")
-        days = set(dataset.dayofyear.values.tolist())
-        if not days >= set(range(1, 366)):
-            raise ValueError(f"{path} holds {len(days)} days of the year: it must hold 365 or 366")
+        days = dataset.dayofyear.values.tolist()
+        if sorted(days) not in ([*range(1, 366)], [*range(1, 367)]):
+            raise ValueError(f"{path} holds {len(days)} days of the year: it must hold 1 to 365, or 366, each once")
 
     def close(self) -> None:
         """Close the file."""
@@ -103,7 +108,11 @@ class Climatology:
         except (OSError, RuntimeError, ValueError) as error:
             raise ReadError(f"cannot read {self.path} ({error}): copy it again") from None
         values = np.stack(values).astype(np.float64)
-        if not np.isfinite(values).all():
-            raise ReadError(f"{self.path}: day {day} of the year is not finite everywhere: fill it, or leave it out")
+        if (bad := missing(values)).any():
+            c, y, x = np.argwhere(bad)[0]
+            raise ReadError(
+                f"{self.path}: day {day} of the year, {self.fields.out_names[c]!r}, row {y}, column {x} is "
+                f"{values[c, y, x]:g}: fill it, or leave the climatology out"
+            )
         usual = torch.from_numpy(values)
         return usual.pin_memory() if self.device.type == "cuda" else usual

@@ -16,7 +16,7 @@ from torch import Tensor
 from utils.data.fields import Fields
 from utils.data.files import Files, channel_indices
 from utils.data.frames import FrameReader
-from utils.data.variables import cf_units
+from utils.data.variables import cf_units, meant, missing
 from utils.errors import ReadError
 from utils.files import seen
 from utils.forecast.data import Forecasts
@@ -93,14 +93,14 @@ class InitialStates(Forecasts):
     def read(self, numbers: list[int]) -> Tensor:
         """Return states in units, [B, C_in, H, W], on the device.
 
-        Raises ReadError where one cannot be read, or is not finite.
+        Raises ReadError where one cannot be read, or lacks a value.
         """
         try:
             states = np.stack([source.read(i) for source, i in (self.chosen[n] for n in numbers)])
         except ValueError as error:  # of an archive
             raise ReadError(str(error)) from None
-        if not np.isfinite(states).all():
-            b, c, y, x = np.argwhere(~np.isfinite(states))[0]
+        if (bad := missing(states)).any():
+            b, c, y, x = np.argwhere(bad)[0]
             raise ReadError(
                 f"{self.chosen[numbers[b]][0].path}: {self.date(numbers[b])}, channel {self.fields.in_names[c]!r}, row "
                 f"{y}, column {x} is {states[b, c, y, x]}: fill it, or start from another date"
@@ -153,7 +153,8 @@ class InitialStates(Forecasts):
         for name in named:
             if name not in fields.in_names:
                 raise ValueError(f"channels names {name!r}, and the model reads {', '.join(fields.in_names)}")
-        wanted = [named.get(name, name) for name in fields.in_names]
+        clear = {name: meant(name, fields.in_names + fields.out_names) for name in fields.in_names}
+        wanted = [named.get(name, name if name == clear[name] else f"{name}={clear[name]}") for name in fields.in_names]
         archive = Archive.open(list(settings.initial), wanted, any_times=True)
         # Rows and columns in the model's order, which may begin in the south, or at -180.
         rows = np.abs(archive.latitude[None] - fields.latitude[:, None]).argmin(axis=1)

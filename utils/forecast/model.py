@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from utils.data.fields import Fields
 from utils.data.forcings import ForcingFields
 from utils.data.to_device import normalisers
+from utils.data.variables import LARGEST
 
 State = np.ndarray | Tensor
 Time = str | datetime | np.datetime64 | Sequence | np.ndarray  # one, or one for each state
@@ -133,9 +134,9 @@ class Forecaster:
                 f"a state of shape {list(x.shape)}: it takes {list(wanted)} ({', '.join(names)} on the model's grid), "
                 f"or several of these"
             )
-        if not x.isfinite().all():
-            place = x.isfinite().logical_not().nonzero()[0].tolist()
-            raise ValueError(f"the state is not finite at {place} (channel {names[place[-3]]}): fill it")
+        if (bad := ~(x.abs() < LARGEST)).any():
+            place = bad.nonzero()[0].tolist()
+            raise ValueError(f"the state is {x[*place]:g} at {place} (channel {names[place[-3]]}): fill it")
         return x.view(-1, *wanted)
 
     def _given(self, x: Tensor, like: State) -> State:

@@ -29,7 +29,7 @@ from utils.data.fields import Fields
 from utils.data.files import Files
 from utils.data.forcings import Forcings
 from utils.data.statistics import Statistics
-from utils.data.variables import variable
+from utils.data.variables import meant, variable
 from utils.errors import first_line
 from utils.files import complete, part_of, read_events, to_disk, to_json
 from utils.forecast.card import card
@@ -268,7 +268,7 @@ def _about(folder: Path, info: dict[str, Any], files: Files, fields: Fields, ema
     """Return what `model.json` says."""
 
     def told(channel: int, name: str, units: str) -> dict[str, Any]:
-        one = variable(name)
+        one = variable(meant(name, fields.in_names + fields.out_names))
         texts = {"standard_name": one.standard_name, "long_name": one.long_name, "level": one.level}
         return {"name": name, "units": units, "channel": channel, **texts}
 

@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from utils.data.fields import Fields
-from utils.data.variables import cf_units, variable
+from utils.data.variables import Variable, cf_units, meant, variable
 from utils.files import complete, part_of
 
 if TYPE_CHECKING:
@@ -57,24 +57,29 @@ class Outline:
         return np.argsort(self.fields.latitude)
 
     @cached_property
+    def kinds(self) -> list[Variable]:
+        """What each channel is, [C]."""
+        names = self.fields.out_names
+        return [variable(meant(name, self.fields.in_names + names)) for name in names]
+
+    @cached_property
     def levels(self) -> list[float]:
         """The values of the axis of levels, in hPa; none where no variable has it."""
-        found = (variable(name) for name in self.fields.out_names)
-        return sorted({x.level for x in found if x.level is not None}) if self.names == "wb2" else []
+        return sorted({x.level for x in self.kinds if x.level is not None}) if self.names == "wb2" else []
 
     @cached_property
     def places(self) -> list[tuple[str, int | None]]:
         """Where each channel goes: its variable, and its place on the axis of levels, [C]."""
         if self.names == "own":
             return [(name, None) for name in self.fields.out_names]
-        found = [(name, variable(name)) for name in self.fields.out_names]
+        found = zip(self.fields.out_names, self.kinds)
         return [(x.wb2 or name, None if x.level is None else self.levels.index(x.level)) for name, x in found]
 
     def variables(self) -> Iterator[tuple[str, list[str], dict[str, str]]]:
         """Yield each variable with its axes and attributes."""
         told = {}
         for c, (name, level) in enumerate(self.places):
-            one, units = variable(self.fields.out_names[c]), self.fields.units[c]
+            one, units = self.kinds[c], self.fields.units[c]
             words = one.long_name if level is None else one.long_name.partition(" at ")[0]
             texts = {"standard_name": one.standard_name, "long_name": words, "units": cf_units(units)}
             told[name] = self.dims(name), {k: x for k, x in texts.items() if x} | {"coordinates": "valid_time"}

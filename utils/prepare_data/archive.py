@@ -47,7 +47,7 @@ class Archive:
     channels: tuple[Channel, ...]
     times: np.ndarray  # [T], seconds since 1970-01-01, one step apart but for gaps
     latitude: np.ndarray  # [H], degrees north, from the north
-    longitude: np.ndarray  # [W], degrees east, from 0 where they go round the globe
+    longitude: np.ndarray  # [W], degrees east, rising, from 0 where they go round the globe
     rolled: int  # columns are stored this far to the right
     keys: tuple[tuple[str, float | None], ...]  # variable and level of each channel
 
@@ -96,6 +96,9 @@ class Archive:
             almost = 1 / len(longitude)  # degrees: a column that was rounded to less than 0 is the one at 0
             longitude = np.round((longitude + almost) % 360 - almost, 5)
             rolled = int(np.argmin(longitude))
+        elif (np.diff(longitude) < 0).any():  # a region that crosses Greenwich, or the date line: one stretch
+            longitude = longitude[0] + np.cumsum([0, *(np.diff(longitude) % 360)])
+            longitude = np.round(longitude - 360 * (longitude[-1] >= 360), 5)
         return Archive(
             channels=found,
             times=_common_times(found, allow_gaps, any_times or constants),

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from utils.data.files import Files, filters
 from utils.data.frames import FrameReader
 from utils.data.statistics import Statistics
+from utils.data.variables import missing
 from utils.errors import ReadError
 
 KINDS = ("train", "valid", "test")
@@ -17,9 +18,9 @@ KINDS = ("train", "valid", "test")
 def check(folder: str) -> int:
     """Print shapes, times and gaps, and each channel's range, of a data set or of one folder of files.
 
-    Reads every value once. Returns 0, or 1 where a value is not finite, a file cannot be read, or the parts of a data
-    set do not fit together, or there is none for validation. Raises ValueError (see Files.open) for a folder that holds
-    no training files.
+    Reads every value once. Returns 0, or 1 where a value is missing (see utils.data.variables.missing), a file cannot
+    be read, or the parts of a data set do not fit together, or there is none for validation. Raises ValueError (see
+    Files.open) for a folder that holds no training files.
     """
     parts = [name for name in KINDS if Path(folder, name).is_dir()]
     opened = {name: Files.open(str(Path(folder, name))) for name in parts} or {"": Files.open(folder)}
@@ -82,9 +83,10 @@ def _check_values(files: Files, names: tuple[str, ...]) -> tuple[list[str], np.n
                     faults.append(str(error))
                     break
                 for c, values in enumerate(frame):
-                    finite = values[np.isfinite(values)].astype(np.float64)
+                    lacking = missing(values)
+                    finite = values[~lacking].astype(np.float64)
                     if len(finite) < values.size and not bad[c]:
-                        y, x = np.unravel_index(np.isfinite(values).argmin(), values.shape)
+                        y, x = np.unravel_index(lacking.argmax(), values.shape)
                         faults.append(f"{files.paths[i]}, fields[{t}, {c}, {y}, {x}] ({names[c]}) is {values[y, x]}")
                     bad[c] += values.size - len(finite)
                     if len(finite):
@@ -92,7 +94,7 @@ def _check_values(files: Files, names: tuple[str, ...]) -> tuple[list[str], np.n
                         sums[c], squares[c] = sums[c] + finite.sum(), squares[c] + np.square(finite).sum()
                         counts[c] += len(finite)
                 progress.update()
-    print(f"  {'channel':<10} {'unit':<12} {'least':>12} {'largest':>12} {'mean':>12} {'std':>12} {'not finite':>11}")
+    print(f"  {'channel':<10} {'unit':<12} {'least':>12} {'largest':>12} {'mean':>12} {'std':>12} {'missing':>11}")
     means = sums / np.maximum(counts, 1)
     stds = np.sqrt(np.maximum(squares / np.maximum(counts, 1) - means**2, 0))
     for c, name in enumerate(names):

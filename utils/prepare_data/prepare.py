@@ -29,6 +29,7 @@ import torch
 from tqdm import tqdm
 
 from utils.data.unfinished import check_new, hidden
+from utils.data.variables import LARGEST, missing
 from utils.data.writer import LAYOUTS, DatasetWriter
 from utils.files import seen
 from utils.prepare_data.archive import Archive, date
@@ -39,7 +40,6 @@ from utils.prepare_data.stats import write_statistics
 from utils.sphere import go_round
 
 MEMORY_GB = 1.0
-LARGEST = 1e30  # beyond it lie fill values
 WORDS = {"train": "training", "valid": "validation", "test": "tests"}
 
 
@@ -183,14 +183,15 @@ class Preparation:
         Args:
             first: the step that the values begin with; None for constants.
         """
-        bad = ~(np.abs(values) < LARGEST)  # NaN, infinity, and the huge number that some archives fill with
+        bad = missing(values)
         count = int(bad.sum())
         if count and name not in self.fill:
             t, y, x = np.unravel_index(bad.argmax(), bad.shape)
             when = "" if first is None else f"{date(archive.times[first + t])}, "
             raise ValueError(
-                f"{name} has {count:,} missing or infinite values {where}, the first at {when}{archive.latitude[y]:g}N "
-                f"{archive.longitude[x]:g}E: leave the channel out, or give --fill {name}=VALUE"
+                f"{name} has {count:,} missing or infinite values {where}, the first, {values[t, y, x]:g}, at {when}"
+                f"{archive.latitude[y]:g}N {archive.longitude[x]:g}E: leave the channel out, or give "
+                f"--fill {name}=VALUE"
             )
         if not count:
             return values

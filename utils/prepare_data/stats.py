@@ -6,7 +6,6 @@ python -m utils.prepare_data stats /data --out stats                  leaves a f
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -14,6 +13,7 @@ from utils.data.files import Files
 from utils.data.frames import FrameReader
 from utils.data.statistics import NAMES
 from utils.data.statistics_sums import StatisticsSums
+from utils.data.variables import missing
 
 
 def write_statistics(folder: str, out: str | None, overwrite: bool) -> str:
@@ -50,8 +50,8 @@ def write_statistics(folder: str, out: str | None, overwrite: bool) -> str:
             before = None
             for t in range(steps):
                 frame = reader.read_frame(i, t)
-                if not np.isfinite(frame).all():
-                    raise ValueError(f"{files.paths[i]}: frame {t} is not finite everywhere: mend the file first")
+                if missing(frame).any():
+                    raise ValueError(f"{files.paths[i]}: frame {t} lacks values, or has huge ones: mend the file first")
                 frame = torch.from_numpy(frame)
                 is_next = t > 0 and (times is None or times[t] - times[t - 1] == step)
                 sums.add(frame, before if is_next else None)

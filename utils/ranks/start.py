@@ -40,8 +40,7 @@ def start(main: Callable[[World, list[str]], None], argv: list[str], load: Calla
     with 1, and by that the others.
     """
     world, watch = World(), None
-    if sys.stderr is None:  # closed: 2>&-
-        sys.stderr = open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # closed: 2>&-  # noqa: SIM115
     threading.excepthook = partial(_told_by_the_next_call, others=threading.excepthook)
     try:
         world = find_world(os.environ)

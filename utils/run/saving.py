@@ -182,15 +182,15 @@ class Saving(Observer):
             raise Ended(STOPPED)
 
     def _check_lives(self) -> None:
-        """Raise Refused, on all ranks, where a Slurm job did nothing in its last lives: it would begin again for ever."""
+        """Raise Refused, on all ranks, where a Slurm job did nothing in its last lives: it would go on so for ever."""
         with all_ranks_agree():
             lives = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
             if self.resumed and self.run.logger:
                 lives = min(lives, self.run.logger.begun_here)
             if lives >= IDLE_LIVES and self.run.logger:  # rank 0 has read the records
                 raise ValueError(
-                    f"{lives} lives of this job in a row ended before a step or a validation was done: give it more time "
-                    f"(sbatch -t), or validate less (--limit_nsamples_val)"
+                    f"{lives} lives of this job in a row ended before a step or a validation was done: give it more "
+                    f"time (sbatch -t), or validate less (--limit_nsamples_val)"
                 )
 
     def after_epoch(self, record: EpochRecord, example: tuple) -> None:

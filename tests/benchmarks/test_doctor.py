@@ -232,6 +232,16 @@ def speeds(**groups):
     return {"groups": found, "cores": [[0, 1], [0, 1], [2], [3]], "networks": []}
 
 
+def test_a_step_is_one_of_the_longest_forecasts():
+    """Whose messages are counted: K passes take K times as long."""
+    config = load_config(
+        ["--config=base", "--global_batch_size=8", "--rollout_steps", "2", "4", "--rollout_from", "5", "9"]
+    )
+    (one, _), (several, _) = load_config(["--config=base", "--global_batch_size=8"]), config
+    seconds = [doctor.step_seconds(config, peak=1e12, flops=10**9, ranks=2) for config in (one, several)]
+    assert seconds == pytest.approx([8 * 3e9 / (doctor.MFU * 2e12), 4 * 8 * 3e9 / (doctor.MFU * 2e12)])
+
+
 def test_a_network_too_slow_for_what_a_step_sends(monkeypatch):
     found = speeds(tp=4.0, dp_cp=1.5)
     monkeypatch.setattr(doctor, "measure_collectives", lambda *args, **env: found)

@@ -159,6 +159,12 @@ def test_ranks_share_the_cores_of_their_node(monkeypatch):
     assert len(given) == 4
 
 
+def test_the_default_site_leaves_it_to_the_ranks_how_many_threads_they_have():
+    told = "IN_JOB=1; . sites/local.sh; echo ${OMP_NUM_THREADS-unset}"
+    env = {name: value for name, value in clean_environment().items() if name != "OMP_NUM_THREADS"}
+    assert subprocess.run(["bash", "-c", told], cwd=ROOT, env=env, capture_output=True, text=True).stdout == "unset\n"
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_ranks_find_out_who_shares_their_cores(own):
     """Three of eight cores, say, may be one rank's own or all ranks' together: they tell each other."""

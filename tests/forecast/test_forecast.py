@@ -381,14 +381,15 @@ def test_damaged_exports_are_one_line(exported, tmp_path):
         forecast.load(str(copy))
 
 
-def test_a_value_that_is_not_finite_ends_it_with_its_place(exported, tmp_path):
+@pytest.mark.parametrize("value", [np.inf, 9.96921e36])  # with which NetCDF fills
+def test_a_value_that_is_not_finite_ends_it_with_its_place(exported, tmp_path, value):
     data = fields(3, 3, 17, 32)
-    data[2, 1, 4, 5] = np.inf
+    data[2, 1, 4, 5] = value
     write_file(tmp_path / "bad.h5", data, names=NAMES)
     argv = ["--checkpoint", str(exported), "--initial", str(tmp_path / "bad.h5"), "--out", str(tmp_path / "out")]
     done = run_ranks(1, [str(ROOT / "forecast.py"), *argv])[0]
     (line,) = done.stderr.splitlines()[-1:]
-    assert done.returncode == 2 and "channel 'v', row 4, column 5 is inf: fill it" in line
+    assert done.returncode == 2 and f"channel 'v', row 4, column 5 is {np.float32(value)}: fill it" in line
 
 
 def test_what_is_read_and_not_forecast_is_held(trained, tmp_path):
@@ -481,6 +482,29 @@ def test_files_follow_the_cf_conventions(trained, exported, tmp_path):
         assert axes == {"time": "T", "latitude": "Y", "longitude": "X"}
         assert file["prediction_timedelta"].standard_name == "forecast_period"
         assert file["u"].units == "m s-1" and file["u"].coordinates == "valid_time"
+
+
+def test_beside_u100m_is_u100_a_level(tmp_path, trained):
+    """In what is written, and where an initial state is looked for."""
+    names, data = ["u100", "u100m", "z500"], tmp_path / "data"
+    for kind, steps in (("train", 12), ("valid", 4)):
+        write_file(data / kind / "2001.h5", fields(steps, 3, 17, 32), names=names)
+    shutil.copytree(trained / "stats", data / "stats")
+    run = run_here(tiny_flags(data, "--num_iters", "1"))
+    own, theirs = (
+        made(run, data / "valid", tmp_path / kind, "--names", kind, "--forecasts", "netcdf", "--lead_hours", "6")
+        for kind in ("own", "wb2")
+    )
+    plain, named = (xarray.load_dataset(next((folder / "model").glob("*.nc"))) for folder in (own, theirs))
+    wind = named.u_component_of_wind
+    assert set(named.data_vars) == {"u_component_of_wind", "100m_u_component_of_wind", "geopotential"}
+    np.testing.assert_array_equal(wind.sel(level=100), plain.u100)
+    np.testing.assert_array_equal(named["100m_u_component_of_wind"], plain.u100m)
+    assert plain.u100.long_name == "wind from the west at 100 hPa"
+    again = made(run, next((theirs / "model").glob("*.nc")), tmp_path / "again", "--lead_hours", "6")
+    expected = forecast.load(str(run)).step(np.stack([plain[name].values[0, 0, ::-1] for name in names]))
+    found = xarray.load_dataset(next((again / "model").glob("*.nc")))
+    np.testing.assert_array_equal(found.u100.values[0, 0], expected[0, ::-1])
 
 
 def test_names_of_weatherbench_have_levels(tmp_path, trained):

@@ -283,6 +283,19 @@ def test_a_job_that_gets_nowhere_does_not_begin_again_for_ever(tiny, monkeypatch
     run_here(argv)  # all that it had is there
 
 
+def test_a_job_that_gets_on_at_last_goes_on(tiny, monkeypatch):
+    """Three lives from the same place, of which the third does a step."""
+    argv = tiny_flags(tiny, "--global_batch_size=4", "--num_iters=20")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    stop = Send(signal.SIGUSR1)
+    for life, when in enumerate([*[InValidation(stop)] * 3, At(stop, iteration=7)]):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(life))
+        with pytest.raises(Ended) as ended:
+            run_here(argv, partial(train.main, observers=(when,)))
+        assert ended.value.args == (75,)
+    assert [line["iteration"] for line in records(run_folder(argv), "resume")] == [5, 5, 5]
+
+
 def test_a_job_that_gets_on_may_begin_often(tiny, monkeypatch):
     argv = tiny_flags(tiny, "--global_batch_size=4", "--num_iters=20")
     monkeypatch.setenv("SLURM_JOB_ID", "12")

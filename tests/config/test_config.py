@@ -98,7 +98,9 @@ def test_values_are_cast_by_the_type_of_the_field(tmp_path):
     assert load("--seed", "12345678901234567").seed == 12345678901234567  # more digits than a float has
 
 
-@pytest.mark.parametrize("text", ["00", "010", "1_0", "2026-01-15", "1:30", "1.50", "0x1F", "+5"])
+@pytest.mark.parametrize(
+    "text", ["00", "010", "1_0", "2026-01-15", "2026-01-15T10:00:00Z", "1:30", "1.50", "0x1F", "+5"]
+)
 def test_a_run_is_called_as_its_name_is_written(tmp_path, text):
     """YAML 1.1 reads numbers and dates in many a text."""
     (tmp_path / "a.yaml").write_text(f"base: {{run_num: {text}}}")

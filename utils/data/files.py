@@ -267,7 +267,7 @@ def _read_head(path: Path, look_through: bool) -> Files:
 
 def _text(value: Any) -> str:
     """Return an attribute of HDF5 as text."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | None:

@@ -44,6 +44,7 @@ from utils.config.reader import load_config  # noqa: E402
 from utils.config.settings import Config  # noqa: E402
 from utils.data.batches import BatchReader  # noqa: E402
 from utils.data.dataset import WeatherData  # noqa: E402
+from utils.data.variables import missing  # noqa: E402
 from utils.device import cores_in_reach, peak_flops  # noqa: E402
 from utils.measure.advice import finding  # noqa: E402
 from utils.measure.verdict import memory_advice  # noqa: E402
@@ -174,8 +175,8 @@ def values(data: WeatherData) -> Iterator[Line]:
     values = (np.stack(frames) - f.means[f.inputs, None, None]) / f.stds[f.inputs, None, None]
     yield Line(f"{len(reader.pairs)} samples of {len(f.in_names)} channels, {values.shape[2]} x {values.shape[3]}")
     for name, channel in zip(f.in_names, values.swapaxes(0, 1)):
-        if not np.isfinite(channel).all():
-            yield Line(f"{name} is not finite everywhere", finding("finite"))
+        if missing(channel).any():
+            yield Line(f"{name} lacks values: they are not finite, or huge", finding("finite"))
             continue
         mean, std = channel.mean(), channel.std()
         if abs(mean) > 1 or not 0.3 < std < 3:

@@ -23,7 +23,8 @@ def pytest_addoption(parser):
 def pytest_sessionfinish(session):
     """A proof that did not run has proved nothing."""
     reporter = session.config.pluginmanager.getplugin("terminalreporter")  # of the session that starts others
-    if session.config.getoption("none_skipped") and reporter and (skipped := reporter.stats.get("skipped")):
+    skipped = [report for report in reporter.stats.get("skipped", []) if report.when != "collect"] if reporter else []
+    if session.config.getoption("none_skipped") and skipped:
         print(f"\n{len(skipped)} skipped, and none may be: {skipped[0].longrepr[-1]}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -14,7 +14,7 @@ from utils.device import cores_in_reach
 from utils.files import to_json, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = (":!benchmarks/results", ":!docs", ":!README.md")  # what a proof writes, as git leaves it out
+RECORDS = (":!benchmarks/results", ":!*.md")  # what a proof writes, as git leaves it out
 
 
 def device_name() -> str:
@@ -29,11 +29,13 @@ def commit_of_code() -> str:
     """Return the commit of this code, marked where it was changed since, records and pages aside; else `unknown`."""
     git = ["git", "-C", str(ROOT)]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=20)
+        head = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, timeout=20, check=True
+        )
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *RECORDS], timeout=60).returncode
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return "unknown" if head.returncode else head.stdout.strip() + "-dirty" * (changed != 0)
+    return head.stdout.strip() + "-dirty" * (changed != 0)
 
 
 class Figures(dict[str, float]):

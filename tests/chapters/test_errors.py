@@ -286,11 +286,18 @@ def times_that_are_rounded(folder):
     change_times(folder, lambda times: times.astype("f4"))
 
 
-@case("2001.h5 has times in 'hours since 1900-01-01': write them as seconds since 1970-01-01")
+@case("2001.h5 has times in 'hours since 1900-01-01': write them as seconds since 1970-01-01, in UTC")
 def times_in_hours(folder):
     for path in folder.glob("train/*.h5"):
         with h5py.File(path, "r+") as file:
             file["time"].attrs["units"] = "hours since 1900-01-01"
+
+
+@case("2001.h5 has times in 'seconds since 1970-01-01 12:00:00': write them as seconds since 1970-01-01, in UTC")
+def times_from_noon(folder):
+    for path in folder.glob("train/*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["time"].attrs["units"] = ["seconds since 1970-01-01 12:00:00"]  # as netCDF4's strings
 
 
 @case("channel_names has 2 names, and", "3 channels: name them all")

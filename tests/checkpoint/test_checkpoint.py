@@ -279,8 +279,19 @@ def test_a_job_that_gets_nowhere_does_not_begin_again_for_ever(tiny, monkeypatch
         with pytest.raises(Refused if code == 2 else Ended) as ended:
             run_here(argv, main)
         assert code == 2 or ended.value.args == (code,)
-    assert str(ended.value).startswith("3 lives of this job in a row ended before a step or a validation was done: ")
+    assert str(ended.value).startswith(
+        "3 lives of this job in a row came to no step and no validation that was saved: "
+    )
+    assert str(ended.value).endswith("/1GPU/00") != bool(first)  # where to go on, if there is something
     run_here(argv)  # all that it had is there
+
+
+def test_who_stops_a_run_by_hand_may_do_so_often(tiny):
+    argv = tiny_flags(tiny, "--global_batch_size=4", "--num_iters=6", "--resume=auto")
+    for _ in range(5):
+        with pytest.raises(Ended) as ended:
+            run_here(argv, partial(train.main, observers=(InValidation(Send(signal.SIGUSR1)),)))
+        assert ended.value.args == (75,)
 
 
 def test_a_job_that_gets_on_at_last_goes_on(tiny, monkeypatch):

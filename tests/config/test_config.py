@@ -95,6 +95,9 @@ def test_values_are_cast_by_the_type_of_the_field(tmp_path):
     config = load("--yaml_config", str(path))
     assert (config.lr, config.num_iters, config.limit_nsamples) == (5e-4, 30000, None)
     assert (config.enable_jit, config.run_num, config.dt) == (True, "7", 2)
+    path.write_text("base: {num_iters: 5., img_size: [16.0, 3_2], depth: 010}")
+    config = load("--yaml_config", str(path))
+    assert (config.num_iters, config.img_size, config.depth) == (5, (16, 32), 10)
     assert load("--seed", "12345678901234567").seed == 12345678901234567  # more digits than a float has
 
 
@@ -152,6 +155,7 @@ def test_keys_that_nothing_needs_are_said(tmp_path):
         ("base: {}", ["--no_report=x"], ["--no_report takes no value, and 'x' follows it", "write --report"]),
         ("base: {num_iters: 2026-11-27}", [], ["num_iters is '2026-11-27'", "int"]),
         ("base: {img_size: !!set {64, 128}}", [], ["img_size is {", "int"]),
+        ("base: {num_iters: 0x10}", [], ["num_iters is '0x10'", "int"]),
         ("base: {checkpoint_every: 10:00}", [], ["checkpoint_every is '10:00'", "90s, 10m or 1.5h"]),
         ("base: {comm_timeout: 99999999999h}", [], ["comm_timeout is '99999999999h'", "a year at most, 8760h"]),
         ("base: {}", ["--lr"], ["--lr", "expected one argument"]),

@@ -79,6 +79,24 @@ def test_times_that_were_computed_from_days_are_whole_seconds(tmp_path):
     assert [files.date(0, t) for t in (0, 1)] == ["2000-01-01 00:00", "2000-01-01 01:00"]
 
 
+@pytest.mark.parametrize(
+    "units",
+    [
+        "seconds since 1970-01-01",
+        "Seconds since 1970-1-1T00:00:00Z",
+        "seconds since 1970-01-01 00:00:00.0 UTC",
+        "s",
+        "",
+    ],
+)
+@pytest.mark.parametrize("stored", [str, np.bytes_, lambda text: [text]])
+def test_the_unit_of_times_in_any_spelling(tmp_path, units, stored):
+    write_file(tmp_path / "2000.h5", fields(12, 1, 4, 8))
+    with h5py.File(tmp_path / "2000.h5", "r+") as file:
+        file["time"].attrs["units"] = stored(units)
+    assert Files.open(str(tmp_path)).date(0, 1) == "1970-01-01 06:00"
+
+
 def test_memory_for_one_step_is_what_it_was(tiny):
     ring = weather(tiny).train_loader.reader.ring
     assert ring.nbytes == 8 * 2 * 3 * 16 * 32 * 4  # in the loop: one batch, an input and a target a sample
@@ -86,14 +104,14 @@ def test_memory_for_one_step_is_what_it_was(tiny):
     assert weather(tiny, *CURRICULUM).valid_loader.reader.ring.nbytes == weather(tiny).valid_loader.reader.ring.nbytes
 
 
-@pytest.mark.parametrize("where", [[], CHANNELS])
-def test_a_bad_value_of_a_later_frame_is_named(tmp_path, where):
+@pytest.mark.parametrize("where, value, told", [([], np.nan, "nan"), (CHANNELS, np.nan, "nan"), ([], 9.97e36, "9.96")])
+def test_a_bad_value_of_a_later_frame_is_named(tmp_path, where, value, told):
     """Index 3 is no input and no first target of a sample that begins at 0; of `c` it is read as what is forced."""
     write_data(tmp_path, train={"2001": 4}, names=["a", "b", "c"])
     with h5py.File(tmp_path / "train/2001.h5", "r+") as file:
-        file["fields"][2 if where else 3, 2 if where else 0, 5, 6] = np.nan
-    flags = ["--rollout_steps", "3", "--global_batch_size", "1", *where]
-    with pytest.raises(Refused, match=r"2001.h5, fields\[%s, 5, 6\] is nan" % ("2, 2" if where else "3, 0")):
+        file["fields"][2 if where else 3, 2 if where else 0, 5, 6] = value
+    flags, place = ["--rollout_steps", "3", "--global_batch_size", "1", *where], "2, 2" if where else "3, 0"
+    with pytest.raises(Refused, match=rf"2001.h5, fields\[{place}, 5, 6\] is {told}"):
         run_here(tiny_flags(tmp_path, *flags))
 
 

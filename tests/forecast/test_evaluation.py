@@ -372,6 +372,17 @@ def test_a_value_that_is_not_finite_ends_it_with_its_place(trained, tmp_path):
         assert f"2003.h5: frame {frame}, channel 'v', row 2, column 3 is nan" in told and "Traceback" not in told
 
 
+@pytest.mark.parametrize("frame", [0, 8])
+def test_a_value_that_archives_are_filled_with_ends_it_with_its_place(trained, tmp_path, frame):
+    """It is finite in the sums, which are of 64 bits."""
+    data = fields(9, 3, 17, 32)
+    data[frame, 1, 2, 3] = 9.999e20
+    write_file(tmp_path / "2003.h5", data, names=NAMES)
+    argv = flags(trained, "--inf_data_path", str(tmp_path), "--out", str(tmp_path / "out"))
+    with pytest.raises(ReadError, match=rf"2003.h5: frame {frame}, channel 'v', row 2, column 3 is 9.999"):
+        call_here(evaluate.main, argv)
+
+
 def test_a_climatology_that_does_not_fit(trained, tmp_path):
     short, other = tmp_path / "short.nc", tmp_path / "other.nc"
     write_climatology(trained, short, days=90)

@@ -540,6 +540,13 @@ def test_values_that_archives_fill_with_are_missing(tmp_path, capsys, value):
     assert "2002.h5: frame 3 lacks values, or has huge ones: mend the file first" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("error")
+def test_float16_has_no_room_for_what_archives_fill_with(tmp_path, capsys):
+    """The look for it warns of nothing."""
+    write_data(tmp_path, names=["a", "b", "c"], dtype="f2")
+    assert main(["check", str(tmp_path)]) == 0 and "No fault found" in capsys.readouterr().out
+
+
 def test_gaps_are_refused_or_allowed(tmp_path, capsys):
     raw = dataset().isel(time=[*range(5), *range(8, 20)])
     path = write(tmp_path / "raw", raw)

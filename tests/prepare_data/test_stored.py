@@ -236,20 +236,6 @@ def test_chunks_of_an_archive_that_nobody_wrote(tmp_path):
     assert np.isnan(next(Archive.open([str(path)], ["some"]).read(9, 10))[1]).all()
 
 
-@pytest.mark.parametrize("fill, told", [(None, "lacks 1 of 10 chunks of t2m: copy it again"), (np.nan, None)])
-def test_a_zarr_folder_that_was_copied_in_part(tmp_path, fill, told):
-    """What is not there is of the fill value, which some arrays of format 2 have not."""
-    path = tmp_path / "a.zarr"
-    data = globe()
-    data.t2m.encoding = {"chunks": (1, 9, 16), "_FillValue": fill}
-    data.to_zarr(path, zarr_format=2, consolidated=False)
-    Archive.open([str(path)], ["t2m"])
-    (path / "t2m/3.0.0").unlink()
-    with pytest.raises(ValueError, match=told) if told else contextlib.nullcontext():
-        archive = Archive.open([str(path)], ["t2m"])
-        assert np.isnan(next(archive.read(3, 4))[1]).all()
-
-
 @pytest.mark.parametrize("what", ["a name without end", "a type of no number", "groups without end", "a pattern"])
 def test_an_archive_that_cannot_be_looked_through(tmp_path, monkeypatch, what):
     """It is refused: what stops the one who looks would else hide all that follows."""

@@ -8,7 +8,7 @@ full, or lets nobody write; or slow, all the time. Then it is started again, unt
 the grid of ranks changes each time. Some of the runs are evaluated, by one rank or two, and that is killed, or one of
 the two. Afterwards all must be as if nothing had happened. Rows of runs go side by side: the machine is busy, and
 nothing happens when one expects it. Where the time was too short, the record keeps what there was, and `make soak
-SOAK=--more` goes on with the next seed, at the same commit: other code begins anew.
+SOAK=--more` goes on with the next seed, at the same commit: with other code begin anew.
 """
 
 import argparse
@@ -176,9 +176,12 @@ def main() -> int:
     given = parser.parse_args()
     before = json.loads(given.json.read_text()) if given.more and given.json and given.json.exists() else {}
     at, start = commit_of_code(), time.monotonic()
-    parts = [part for part in before.get("parts", []) if part["commit"] == at and not at.endswith("-dirty")]
-    if given.more and not parts:
-        parser.error(f"--more adds to what --json has of this commit, and it has nothing of {at}: begin without it")
+    parts, is_known = before.get("parts", []), at != "unknown" and not at.endswith("-dirty")
+    if given.more and not (parts and is_known and all(part["commit"] == at for part in parts)):
+        there = ", ".join(part["commit"] for part in parts) or "nothing"
+        parser.error(
+            f"--more adds to a record of the same commit, and {given.json} has {there}, not {at}: leave it out"
+        )
     left = given.interruptions - sum(part["interruptions"] for part in parts)
     if left <= 0:
         parser.error(f"{given.json} has {given.interruptions} interruptions: there are no --more to add")
@@ -194,7 +197,7 @@ def main() -> int:
     print(", ".join(f"{kind} {number}" for kind, number in happened.most_common()))
     figures = {"interruptions": count, "runs": runs, "evaluations": evaluations, "slow": slow, "minutes": minutes}
     parts.append({"date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": at, "seed": given.seed, **figures})
-    happened += Counter(before.get("happened") if given.more else None)
+    happened += Counter(before.get("happened"))
     if given.json:
         totals = {name: sum(part[name] for part in parts) for name in figures} | {"kinds": len(happened)}
         write_record(given.json, totals, {}, happened=dict(happened.most_common()), parts=parts)

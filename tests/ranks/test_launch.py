@@ -149,14 +149,22 @@ def test_ranks_share_the_cores_of_their_node(monkeypatch):
     given = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for cores, quota, ranks in ((64, 64, 4), (16, 64, 1), (64, 64, 100), (64, 4, 2)):
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    for cores, quota, ranks, task in (
+        (64, 64, 4, ""), (16, 64, 1, "64"), (64, 64, 100, ""), (64, 4, 2, ""), (64, 64, 2, "3")
+    ):  # fmt: skip
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", task)
         monkeypatch.setattr("utils.ranks.start.cores_in_reach", lambda cores=cores: set(range(cores)))
         monkeypatch.setattr("utils.ranks.start.cores_by_quota", lambda quota=quota: quota)
         share_cores(ranks)
-    assert given == [16, 16, 1, 2]
+    assert given == [16, 16, 1, 2, 3]
+    for task in ("16", "4"):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", task)
+        share_cores(1, at_most=8)
+    assert given[5:] == [8, 4]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     share_cores(1)
-    assert len(given) == 4
+    assert len(given) == 7
 
 
 def test_the_default_site_leaves_it_to_the_ranks_how_many_threads_they_have():

@@ -163,8 +163,10 @@ def test_a_rank_that_dies_where_the_others_leave_is_told_in_one_line():
     assert " is gone" in other.stderr and "Traceback" not in other.stderr, other.stderr
 
 
-@pytest.mark.parametrize("error, code", [("Refused", 2), ("ReadError", 2), ("WriteError", 74)])
-@pytest.mark.parametrize("stderr", ["2>/dev/full", "2> >(true)", "2>&-"])
+@pytest.mark.parametrize(
+    "error, code, stderr",
+    [("Refused", 2, "2>/dev/full"), ("ReadError", 2, "2>/dev/full"), ("WriteError", 74, "2> >(true)")],
+)
 def test_a_process_ends_where_nobody_can_read_its_last_words(error, code, stderr):
     program = (
         "import time; from utils import errors; from utils.ranks.start import start\n"
@@ -175,6 +177,18 @@ def test_a_process_ends_where_nobody_can_read_its_last_words(error, code, stderr
     )
     command = ["bash", "-c", f'exec "$@" {stderr}', "bash", sys.executable, "-c", program]
     assert subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60).returncode == code
+
+
+def test_last_words_go_into_no_file_that_has_the_number_of_stderr(tmp_path):
+    program = (
+        "import os, sys; file = open(sys.argv[1], 'w'); assert file.fileno() == 2\n"
+        "from utils import errors; from utils.ranks.start import start\n"
+        "def main(world, argv): raise errors.ReadError('of a test')\n"
+        "start(main, [])"
+    )
+    command = ["bash", "-c", 'exec "$@" 2>&-', "bash", sys.executable, "-c", program, tmp_path / "file"]
+    assert subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=60).returncode == 2
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_a_run_without_stderr_trains(tiny):

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import difflib
 import math
+import re
 import types
 import typing
 from dataclasses import Field, replace
@@ -17,6 +18,7 @@ from utils.config.settings import FIELDS, Config
 from utils.reading import read_text
 
 YAML_CONFIG = "config/ViT.yaml"
+WHOLE = re.compile(r"[-+]?\d[\d_]*")
 LARGEST_YAML, MOST_VALUES = 2**24, 10**5  # bytes of a file; values of one, as often as aliases repeat them
 # Keys of the tutorial's YAML files that nothing here needs: accepted, and said.
 UNUSED_KEYS = ("wireup_info", "wireup_store")
@@ -47,7 +49,7 @@ def _scalar(name: str, value: Any, kind: type) -> Any:
             raise ValueError
         if kind is str:
             return str(value)
-        if kind is int and not isinstance(value, float) and "e" not in str(value).lower():
+        if kind is int and WHOLE.fullmatch(str(value)):  # with more digits than a float has
             return int(value)
         number = float(value)
         if not math.isfinite(number) or (kind is int and not number.is_integer()):

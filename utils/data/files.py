@@ -28,6 +28,9 @@ ERA5_CHANNELS = (
 )
 LONGEST_AXIS, LATEST = 2**24, 5e10  # values; seconds since 1970, in the year 3554
 EPOCH = "seconds since 1970-01-01"
+SECONDS = re.compile(
+    r"(s|seconds)|seconds since 1970-0?1-0?1([T ]0?0:00(:00(\.0*)?)?)?( ?(Z|UTC|\+00:?00))?", re.IGNORECASE
+)
 STORED_STEP_HOURS = 6.0  # of files without `time`
 
 
@@ -282,8 +285,9 @@ def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | Non
         raise ValueError(f"{path} has {name} in another file: store it in this one")
     check_whole(path, stored)
     values = stored[:]
-    if name == "time" and (units := _text(stored.attrs.get("units", EPOCH))).replace("T", " ")[: len(EPOCH)] != EPOCH:
-        raise ValueError(f"{path} has times in {units!r}: write them as {EPOCH}")
+    units = _text(np.atleast_1d(stored.attrs.get("units", ""))[0]).strip()
+    if name == "time" and units and not SECONDS.fullmatch(units):
+        raise ValueError(f"{path} has times in {units!r}: write them as {EPOCH}, in UTC")
     if name != "time":
         return values.astype(np.result_type(values, np.float32))
     if not (np.abs(values.astype(np.float64)) < LATEST).all():

@@ -11,6 +11,7 @@ import numpy as np
 from utils.data.batches import Batch, BatchReader, Reading, Samples, parts_of
 from utils.data.order import SampleOrder
 from utils.data.read_ahead import ReadAhead
+from utils.data.variables import missing
 
 
 class Loader:
@@ -77,13 +78,13 @@ class Loader:
         return read_ahead(self.reader, order, self.depth, self.in_use)
 
     def find_nonfinite(self, epoch: int, iteration: int) -> str | None:
-        """Read a batch again and name the file, index and channel of its first value that is not finite."""
+        """Read a batch again and name the file, index and channel of its first missing value: not finite, or huge."""
         for sample in self.order.epoch(epoch)[iteration]:
             file, t = self.reader.pairs[max(sample, 0)]
             for part, k in parts_of(self.steps_at(epoch * len(self) + iteration)):
                 reader, step = self.reader.readers[part], t + k * self.reader.dt
                 frame = reader.read_frame(file, step)
-                bad = np.argwhere(~np.isfinite(frame))
+                bad = np.argwhere(missing(frame))
                 if len(bad):
                     c, y, x = bad[0]
                     channel = next(first + c - start for start, first, n in reader.runs if start <= c < start + n)

@@ -94,7 +94,8 @@ def synonyms(name: str) -> list[str]:
 
 def missing(values: np.ndarray) -> np.ndarray:
     """Return where no value is: NaN, infinity, and the huge numbers that archives fill with (1e15, 1e20, 9.97e36)."""
-    return ~(np.abs(values) < LARGEST)
+    with np.errstate(over="ignore"):  # float16 ends before: then all that is finite is there
+        return ~(np.abs(values) < LARGEST)
 
 
 def cf_units(units: str) -> str:

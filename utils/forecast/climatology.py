@@ -90,7 +90,7 @@ class Climatology:
             self.file.close()
 
     def at(self, seconds: int | None) -> Tensor:
-        """Return it for a time, [C, H, W]. Raises ReadError where it cannot be read, or is not finite."""
+        """Return it for a time, [C, H, W]. Raises ReadError where it cannot be read, or lacks values."""
         if self.path is None:
             return self.time_means
         date, hour = datetime.fromtimestamp(seconds, tz=UTC), None

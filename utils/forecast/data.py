@@ -21,6 +21,7 @@ from utils.data.frames import FrameReader, OpenFiles
 from utils.data.loader import read_ahead
 from utils.data.read_ahead import Read
 from utils.data.to_device import DeviceCopies, normalisers
+from utils.data.variables import missing
 from utils.errors import ReadError
 from utils.forecast.climatology import Climatology
 from utils.forecast.ensemble import MEMBER, Perturbations
@@ -218,12 +219,12 @@ class ForecastData(Forecasts):
         return state
 
     def find_nonfinite(self, forecast: int) -> None:
-        """Raise ReadError, with the place, for the first value that is not finite among a forecast's frames."""
+        """Raise ReadError, with the place, for the first missing value, not finite or huge, of a forecast's frames."""
         for k, (file, t) in enumerate(self.stretches[forecast]):
             for part in (1, 2) if k else (0,):
                 frame = self.readers[part].read_frame(file, t)
-                if not np.isfinite(frame).all():
-                    c, y, x = np.argwhere(~np.isfinite(frame))[0]
+                if (bad := missing(frame)).any():
+                    c, y, x = np.argwhere(bad)[0]
                     name = (self.fields.in_names, self.fields.out_names, self.fields.forced_names)[part][c]
                     raise ReadError(
                         f"{self.files.paths[file]}: frame {t}, channel {name!r}, row {y}, column {x} is "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from utils.data.frames import FrameReader
+from utils.data.variables import missing
 from utils.errors import ReadError
 from utils.forecast.skill import resamples, with_interval
 
@@ -49,10 +50,10 @@ class Perturbations:
         return torch.from_numpy(np.stack(found)).to(self.device, torch.get_default_dtype())
 
     def _read(self, file: int, t: int) -> np.ndarray:
-        """Return a state in float64, [C_in, H, W]. Raises ReadError, also for one that is not finite."""
+        """Return a state in float64, [C_in, H, W]. Raises ReadError, also for one that lacks values."""
         frame = self.reader.read_frame(file, t).astype(np.float64)
-        if not np.isfinite(frame).all():
-            c, y, x = np.argwhere(~np.isfinite(frame))[0]
+        if (bad := missing(frame)).any():
+            c, y, x = np.argwhere(bad)[0]
             raise ReadError(
                 f"{self.reader.files.paths[file]}: frame {t}, input {c}, row {y}, column {x} is {frame[c, y, x]}, and "
                 f"ensembles take differences of all frames: mend the file, or leave it out"

@@ -50,10 +50,10 @@ class InitialStates(Forecasts):
     def __init__(self, settings: Outlook, fields: Fields, channel_names: tuple[str, ...] | None, device: torch.device):
         paths = [Path(path) for path in settings.initial]
         super().__init__(fields, settings.lead_hours, ", ".join(map(str, paths)))
-        missing = [name for name in fields.forced_names if name not in (settings.hold or ())]
-        if missing and self.steps > 1:
+        unknown = [name for name in fields.forced_names if name not in (settings.hold or ())]
+        if unknown and self.steps > 1:
             raise ValueError(
-                f"the model reads {', '.join(missing)} and does not forecast them: nobody knows them later; keep them "
+                f"the model reads {', '.join(unknown)} and does not forecast them: nobody knows them later; keep them "
                 f"as they are (--hold), or forecast one step (--lead_hours {fields.step_hours:g})"
             )
         for name in settings.hold or ():

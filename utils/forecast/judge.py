@@ -15,6 +15,8 @@ from utils.forecast.skill import moments, row_weights, zonal_spectrum
 from utils.forecast.store import ForecastStore
 from utils.forecast.writer import ForecastWriter
 
+LARGEST_MOMENT = 1e22  # of weather in its units, squared: what archives fill with gives more
+
 
 class Judge:
     """Keeps of each forecast its moments, its spectra at some lead times, and of the first one also its maps.
@@ -54,9 +56,10 @@ class Judge:
                     with self.store.writing():
                         self.writer.add(n, k, written)
         for n, lists in kept.items():
-            # Climatology's tell of the truth, and a model's first ones of the state that it began with.
+            # Climatology's tell of the truth; a model's first ones, and persistence's, of the state that it began with.
             found = np.stack(lists["moments"])
-            if not (np.isfinite(found[:, -1]).all() and np.isfinite(found[0, 1:]).all()):
+            known = np.concatenate([found[:, -1], found[0, 1:]])
+            if not (np.abs(known) < LARGEST_MOMENT).all() or (np.abs(found[0, 0]) >= LARGEST_MOMENT).any():
                 self.data.find_nonfinite(n)
             with self.store.writing():
                 if self.writer:

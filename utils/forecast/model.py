@@ -61,7 +61,7 @@ class Forecaster:
             state: in units, [C_in, H, W] or [B, C_in, H, W].
             time: when it is valid, in UTC; of several states one for all, or [B]. Only where `needs_time`.
 
-        Raises ValueError for another shape, for values that are not finite, and where the time is missing.
+        Raises ValueError for another shape, for values that are not finite or huge, and where the time is missing.
         """
         return next(self.rollout(state, 1, time=time))
 

@@ -190,8 +190,8 @@ class Preparation:
             when = "" if first is None else f"{date(archive.times[first + t])}, "
             raise ValueError(
                 f"{name} has {count:,} missing or infinite values {where}, the first, {values[t, y, x]:g}, at {when}"
-                f"{archive.latitude[y]:g}N {archive.longitude[x]:g}E: leave the channel out, or give "
-                f"--fill {name}=VALUE"
+                f"{archive.latitude[y]:g}N {archive.longitude[x]:g}E: leave the channel out, give --fill "
+                f"{name}=VALUE, or bring what is so large to another unit"
             )
         if not count:
             return values

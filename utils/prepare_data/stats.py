@@ -23,7 +23,7 @@ def write_statistics(folder: str, out: str | None, overwrite: bool) -> str:
         out: where they go; None for `folder`/stats.
         overwrite: replace those that are there.
 
-    Raises ValueError for files that cannot be read (see Files.open), values that are not finite, and where nothing
+    Raises ValueError for files that cannot be read (see Files.open), missing values, and where nothing
     is to be written; ReadError for a file that ends too early.
     """
     train = Path(folder, "train")

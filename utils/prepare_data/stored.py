@@ -64,15 +64,9 @@ def check_stored(path: str, name: str) -> None:
     """Raise ValueError where an HDF5 file holds a part of a variable only, and the rest would look like values.
 
     What reads as missing passes: who takes it says so. In Zarr a chunk that is not there is one of the fill value, and
-    legal; where an array has none, as format 2 allows, nobody knows what it holds. The other formats have no chunks.
+    of zeros where there is none: zarr writes no such chunk, so a folder that was copied in part cannot be told from a
+    whole one. The other formats have no chunks.
     """
-    if Path(path).is_dir():
-        import zarr
-
-        array = zarr.open_group(path, mode="r")[name]
-        if array.metadata.fill_value is None and array.nchunks_initialized < array.nchunks:
-            lacking = array.nchunks - array.nchunks_initialized
-            raise ValueError(f"{path} lacks {lacking:,} of {array.nchunks:,} chunks of {name}: copy it again")
     if Path(path).is_file() and h5py.is_hdf5(path):
         with h5py.File(path, "r", locking=False) as file:
             other = f"_nc4_non_coord_{name}"  # NetCDF's name for a variable that has that of an axis which it lacks

@@ -142,13 +142,18 @@ def name_of_cores() -> str:
     return f"{platform.node()} {sorted(cores_in_reach())}"
 
 
-def share_cores(ranks: int) -> None:
+def share_cores(ranks: int, at_most: int | None = None) -> None:
     """Give this rank its part of the cores that so many ranks share, unless OMP_NUM_THREADS says how many threads.
 
-    Ranks that share cores and spin on two threads each made steps up to 30 times slower.
+    Ranks that share cores and spin on two threads each made steps up to 30 times slower. A Slurm task has no more than
+    it asked for, also where it is not bound to them.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(min(len(cores_in_reach()), cores_by_quota()) // ranks, 1))
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    task = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    threads = min(len(cores_in_reach()), cores_by_quota()) // ranks
+    limits = [at_most or threads, int(task) if task.isdigit() else threads]
+    torch.set_num_threads(max(min(threads, *limits), 1))
 
 
 def join(world: World, wait: timedelta = JOINING) -> None:
@@ -163,6 +168,7 @@ def join(world: World, wait: timedelta = JOINING) -> None:
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     allow_open_files()
     if world.size == 1:
+        share_cores(1, torch.get_num_threads())  # which may be less: of two threads of a core torch takes one
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     os.environ.update(MASTER_ADDR=world.address, MASTER_PORT=str(world.port))

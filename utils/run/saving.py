@@ -188,9 +188,10 @@ class Saving(Observer):
             if self.resumed and self.run.logger:
                 lives = min(lives, self.run.logger.begun_here)
             if lives >= IDLE_LIVES and self.run.logger:  # rank 0 has read the records
+                goes_on = f", and go on with --resume {self.run.folder}" if self.resumed else ""
                 raise ValueError(
-                    f"{lives} lives of this job in a row ended before a step or a validation was done: give it more "
-                    f"time (sbatch -t), or validate less (--limit_nsamples_val)"
+                    f"{lives} lives of this job in a row came to no step and no validation that was saved: give a job "
+                    f"more time (sbatch -t), or validate less (--limit_nsamples_val){goes_on}"
                 )
 
     def after_epoch(self, record: EpochRecord, example: tuple) -> None:

@@ -14,8 +14,8 @@
 #   TRAIN_SCRIPT      Default: train.py; evaluate.py takes the same way
 #
 # A job that reaches its time limit goes on by itself: 120 s before (--signal) Slurm sends USR1 to the ranks, they save
-# and exit with 75, and this script puts the job into the queue again, until num_iters is done. sbatch --no-requeue for
-# a job that ends instead. docs/4-long-runs.md says more.
+# and exit with 75, and this script puts the job into the queue again, until num_iters is done, or three lives in a row
+# came to nothing. sbatch --no-requeue for a job that ends instead. docs/4-long-runs.md says more.
 #
 # Only options that every Slurm knows stand here. What a machine needs besides (account, queue, GPUs) comes from
 # SBATCH_* variables, which `source sites/<machine>.sh` sets, or from sbatch's command line.

@@ -194,7 +194,11 @@ def worst_error(path: Path, serial: Path, after: int = 0) -> tuple[float, float]
     losses, norms, scores, one = _values(path, after)
     expected = _values(serial, after)
     assert one.keys() == expected[3].keys()
-    told = max(_error(torch.tensor(a), torch.tensor(b)) for a, b in zip((losses, norms, scores), expected))
+    wide = torch.float64  # torch's default rounds to 8 digits
+    told = max(
+        _error(torch.tensor(a, dtype=wide), torch.tensor(b, dtype=wide))
+        for a, b in zip((losses, norms, scores), expected)
+    )
     return told, max(_error(one[name], expected[3][name]) for name in one)
 
 

@@ -70,6 +70,12 @@ def test_runs_whose_values_are_no_numbers_are_not_equal(monkeypatch, part):
     assert max(worst_error("whole", "whole")) == 0 and max(worst_error("bad", "whole")) == math.inf
 
 
+def test_what_runs_recorded_is_compared_to_the_last_digit(monkeypatch):
+    whole = [1.0, 2.0], [1.0], [1.0, 3.0], {"a": torch.ones(3)}
+    monkeypatch.setattr(interruptions, "_values", {"whole": whole, "other": ([1.0, 2.0 + 1e-12], *whole[1:])}.get)
+    assert worst_error("other", "whole") == (pytest.approx(5e-13, rel=1e-3), 0)
+
+
 def deaf() -> None:
     """Do not hear that the checkpoint of iteration 8 is written: rank 0 is the one that knows."""
     original, calls = checkpoint._share, []

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from utils.checkpoint.info import is_checkpoint
 from utils.checkpoint.weights import FILE, choose, fill, load_tensors, read_weights
 from utils.config.reader import cast, default_yaml, load_config, move_data, moves_nothing, parse
 from utils.config.settings import FIELDS, Config, affecting, key
@@ -102,7 +101,7 @@ def load_evaluation(argv: list[str]) -> tuple[Evaluation, Config, dict[str, Any]
     )
     source, info = evaluation.source, None
     for one in map(Path, evaluation.checkpoint):
-        if evaluation.best and (one.is_file() or is_exported(one) or is_checkpoint(one)):
+        if evaluation.best and (one.is_file() or is_exported(one)):  # of a checkpoint `choose` says it
             raise ValueError(f"best chooses among a run's checkpoints, and {one} is one thing: leave --best out")
     if source.is_file():
         section = given.get("config", FIELDS["config"].default)

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from utils.checkpoint.info import is_checkpoint
 from utils.checkpoint.weights import FILE, choose, fill, load_tensors, read_weights, save_tensors
 from utils.config.reader import cast, check_image, load_config, move_data
 from utils.config.settings import FIELDS, Config, affecting
@@ -74,7 +73,7 @@ class Trained:
         """
         if not source.exists():
             raise ValueError(f"no {source}: give the folder of a run, one of its checkpoints, or an exported model")
-        if best and (is_exported(source) or is_checkpoint(source)):
+        if best and is_exported(source):
             raise ValueError(f"best chooses among a run's checkpoints, and {source} is one thing: leave --best out")
         if is_exported(source):
             if ema:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def test_the_scale_of_fp16_goes_on(tiny, monkeypatch):
     argv = tiny_flags(tiny, "--num_iters=30", "--amp_mode=fp16", "--device=cpu")
     whole, resumed = resume_here(argv, 24)
     assert resumed == whole and None not in [step["grad_norm"] for step in records(run_folder(argv), "step")[24:]]
+
+
+def test_a_library_that_leaves_the_description_as_it_was_given_writes_checkpoints(tiny, monkeypatch):
+    """That of torch 2.11 fills a copy in."""
+    filled = checkpoint.dcp.FileSystemWriter.finish
+    as_of_2_11 = lambda self, metadata, results: filled(self, replace(metadata), results)  # noqa: E731
+    monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "finish", as_of_2_11)
+    folder = run_here(tiny_flags(tiny, *FLAGS))
+    assert names(folder) == ["00000006-validated", "00000004-validated"]
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ class Writer(dcp.FileSystemWriter):
     def finish(self, metadata: described.Metadata, results: list[list[Any]]) -> None:
         super().finish(metadata, results)
         folder, ends = Path(self.path), defaultdict(int)
-        for place in metadata.storage_data.values():
+        for place in (result.storage_data for of_rank in results for result in of_rank):
             ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
         for pause in (1, 3, 0):  # s; what another node wrote may be seen late
             absent = [name for name, end in ends.items() if size_of(folder / name) < end]

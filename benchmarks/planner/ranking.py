@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 
 import torch.distributed as dist
 
@@ -86,6 +87,13 @@ def check(config: Config, machine: Machine, ranks: int) -> Config:
     return replace(config, attention="flash") if is_fused else config
 
 
+def processes(tasks: int) -> ProcessPoolExecutor:
+    """Return processes for so many tasks. A fork of this one could not take gradients once it has taken any itself."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # once, and not in each of them
+    return ProcessPoolExecutor(max(min(len(cores_in_reach()), tasks), 1), context)
+
+
 def outlooks(config: Config, given: frozenset[str], machine: Machine, ranks: int) -> list[Outlook]:
     """Return the outlook of each layout of a training on so many ranks, the fastest first.
 
@@ -96,7 +104,7 @@ def outlooks(config: Config, given: frozenset[str], machine: Machine, ranks: int
     """
     config = check(config, machine, ranks)
     wanted = [(tp, cp) for tp, cp in models(config, given, ranks) if [*parts_of(config, given, ranks // (tp * cp))]]
-    with ProcessPoolExecutor(max(min(len(cores_in_reach()), len(wanted)), 1)) as pool:
+    with processes(len(wanted)) as pool:
         of_model = partial(outlooks_of_model, config, given, machine, ranks)
         found = list(itertools.chain.from_iterable(pool.map(of_model, sorted(wanted, key=math.prod, reverse=True))))
     if not found:

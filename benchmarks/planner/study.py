@@ -5,18 +5,16 @@ A job is a training on so many ranks of a machine. Each model (tp x cp) is sketc
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.planner.layouts import models
 from benchmarks.planner.machine import Curve, Link, Machine
 from benchmarks.planner.outlook import Outlook
-from benchmarks.planner.ranking import Sketched, check, in_order, outlooks_of, sketches
+from benchmarks.planner.ranking import Sketched, check, in_order, outlooks_of, processes, sketches
 from benchmarks.planner.trace import serial_model, without_data
 from utils.config.settings import Config
 from utils.data.fields import Fields
-from utils.device import cores_in_reach
 
 NOTHING: frozenset[str] = frozenset()
 INSTANT = 1e-12  # seconds, or a share: as good as none
@@ -47,7 +45,7 @@ def best(jobs: Sequence[Job]) -> list[Outlook | None]:
     """
     jobs = [checked(job) for job in jobs]
     wanted = {model for job in jobs for model in models(job.config, NOTHING, job.ranks)}
-    with ProcessPoolExecutor(min(len(cores_in_reach()), len(wanted))) as pool:
+    with processes(len(wanted)) as pool:
         found = list(pool.map(partial(_of_model, jobs), sorted(wanted, key=math.prod, reverse=True)))
     return [next(iter(in_order(filter(None, of_job))), None) for of_job in zip(*found)]
 

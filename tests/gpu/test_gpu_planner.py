@@ -14,10 +14,15 @@ from utils.config.reader import load_config
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
+@pytest.fixture(scope="module")
+def machine():
+    """What this GPU can do: that takes a minute."""
+    return machine_of(measure("cuda", 1))
+
+
 @pytest.mark.parametrize("mode", ["none", "bf16"])
-def test_a_step_takes_what_the_planner_says(mode):
+def test_a_step_takes_what_the_planner_says(mode, machine):
     """Within 20%, on the GPU that was measured before."""
-    machine = machine_of(measure("cuda", 1))
     flags = ["--config=base", f"--amp_mode={mode}", "--local_batch_size=8", "--enable_fused", "--plot_channels=None"]
     bench = Bench(flags)
     for _ in range(3):

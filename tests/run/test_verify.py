@@ -29,7 +29,7 @@ GRIDS = {
 
 @dataclass
 class Flip(Observer):
-    """Flips the last bit of a number that one rank holds, after an iteration."""
+    """Flips a bit of a number that one rank holds, after an iteration: the last one could be rounded away in a step."""
 
     rank: int
     iteration: int
@@ -40,7 +40,7 @@ class Flip(Observer):
 
     def after_step(self, iteration: int, left: int) -> None:
         if self.run.job.world.rank == self.rank and iteration == self.iteration:
-            self.run.state.tensors()[self.name].view(torch.int32).view(-1)[5] ^= 1
+            self.run.state.tensors()[self.name].view(torch.int32).view(-1)[5] ^= 1 << 12
 
 
 def trained(script: str, argv: list[str], faults: list[Observer]) -> None:

@@ -21,7 +21,8 @@ MEASURES = {
     "compare_ranks": GRID,
     "derivatives": ("utils/sphere.py", "utils/data/loss_weights.py"), "ensembles": (*MODEL, "utils/forecast"),
     "evaluation": ("evaluate.py", "utils/forecast"), "faults": (*GRID, *SAVING, "utils/ranks"),
-    "forecasts": (*MODEL, "evaluate.py", "utils/forecast"), "ladder_base": MODEL,
+    "forecasts": (*MODEL, "evaluate.py", "utils/forecast"), "gpu": (*GRID, "utils/compiler.py"),
+    "gpu_certificate": GRID, "gpu_loader": READING, "gpu_tests": (*GRID, *SAVING, *READING), "ladder_base": MODEL,
     "ladder_demo": GRID, "loader": READING, "many_ranks": GRID, "memory": MODEL,
     "nightly": (), "observers": ("utils/measure", "utils/spans.py", "utils/run/verify.py"),
     "overlap": MODEL, "optimizers": ("utils/optimizers.py",), "plan": (*GRID, *PLANNER), "plan_mp": (*GRID, *PLANNER),
@@ -30,8 +31,8 @@ MEASURES = {
     "storage": (*SAVING, "utils/data", "utils/record"),
 }  # fmt: skip
 NO_GPU = (
-    "What no record here can say: figures of GPUs. Where there is one, python benchmarks/gpu_suite.py --json FILE "
-    "makes the first, and make doctor a machine's file for the planner."
+    "What no record here can say: figures of several GPUs, and one GPU's of memory savers, saves and the report: "
+    "python benchmarks/gpu_suite.py --json FILE; make doctor makes a machine's file for the planner."
 )
 
 

@@ -89,9 +89,7 @@ def check(config: Config, machine: Machine, ranks: int) -> Config:
 
 def processes(tasks: int) -> ProcessPoolExecutor:
     """Return processes for so many tasks. A fork of this one could not take gradients once it has taken any itself."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # once, and not in each of them
-    return ProcessPoolExecutor(max(min(len(cores_in_reach()), tasks), 1), context)
+    return ProcessPoolExecutor(max(min(len(cores_in_reach()), tasks), 1), get_context("forkserver"))
 
 
 def outlooks(config: Config, given: frozenset[str], machine: Machine, ranks: int) -> list[Outlook]:

@@ -175,7 +175,9 @@ def checked(found: Any, folder: Path) -> described.Metadata:
         raise ValueError(f"nothing says where {next(iter(needed))[0]} lies")
     if sum(place.length for place in places.values()) > sum(sizes.values()):
         raise ValueError("slices lie upon each other")
-    return described.Metadata(tensors, storage_data=places, version=state.get("version"))
+    found = described.Metadata(tensors, storage_data=places)
+    found.version = state.get("version")  # torch 2.8 takes no such argument
+    return found
 
 
 def _count(x: Any) -> int:

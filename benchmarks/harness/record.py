@@ -38,6 +38,14 @@ def commit_of_code() -> str:
     return head.stdout.strip() + "-dirty" * (changed != 0)
 
 
+def libraries() -> dict[str, str]:
+    """Return the versions of what computes and sends on a GPU; nothing where there is none."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return {}
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "nccl": nccl}
+
+
 class Figures(dict[str, float]):
     """Figures by name; of those that were measured several times the median, and in `spread` the least and the most."""
 
@@ -55,7 +63,7 @@ def write_record(path: Path, figures: dict[str, float], spread: dict[str, list[f
     """Write the figures, and [min, max] of those that vary; null where they are not finite."""
     record = {
         "machine": {"device": device_name(), "cores": len(cores_in_reach()), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **libraries()},
         "command": " ".join(["python", *sys.argv]),
         "figures": figures,
         "spread": spread,

@@ -88,7 +88,7 @@ def check(config: Config, machine: Machine, ranks: int) -> Config:
 
 
 def processes(tasks: int) -> ProcessPoolExecutor:
-    """Return processes for so many tasks. A fork of this one could not take gradients once it has taken any itself."""
+    """Return processes for so many tasks: no forks, in which autograd refuses to run once it has run in this one."""
     return ProcessPoolExecutor(max(min(len(cores_in_reach()), tasks), 1), get_context("forkserver"))
 
 

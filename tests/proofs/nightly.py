@@ -78,8 +78,8 @@ def main() -> int:
         steps[name] = {"commit": at, **ran(STEPS[name][1])}
         told = {name: figure(step) for name, step in steps.items()}
         write_record(RECORD, dict.fromkeys(STEPS, NEVER) | told, {}, steps=steps)
+        subprocess.run([sys.executable, "docs/make.py"], cwd=ROOT, check=True)  # the next step's tests read the pages
         print(f"== {name}: {steps[name]['result']}, {steps[name]['minutes']} minutes", flush=True)
-    subprocess.run([sys.executable, "docs/make.py"], cwd=ROOT, check=True)
     failed = [name for name in args.only if steps[name]["result"] != "passed"]
     print(
         f"{len(args.only) - len(failed)} of {len(args.only)} passed" + f"; failed: {', '.join(failed)}" * bool(failed)

@@ -5,6 +5,7 @@ python benchmarks/proof/worker.py FOLDER RANK RANKS PORT     one rank
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import sys
@@ -222,11 +223,13 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
     if COMPILED and rank == 0:
         print(f"certificate: PyTorch {torch.__version__}: compiled modes take --attention math", file=sys.stderr)
     references = torch.load(f"{folder}/references.pt")
-    for i, case in enumerate(json.loads(Path(folder, f"cases{ranks}.json").read_text())):
-        world = World(rank, ranks, rank, "127.0.0.1", port + i)
-        join(world)
+    ports = itertools.count(port)
+    for case in json.loads(Path(folder, f"cases{ranks}.json").read_text()):
         for image, name in case["runs"]:
             mode = MODES[name]
+            # Each run joins anew, and leaves: the threads of groups that are left over take the cores.
+            world = World(rank, ranks, rank, "127.0.0.1", next(ports))
+            join(world)
             torch.compiler.reset()
             counters.clear()
             torch.set_default_dtype(getattr(torch, mode.dtype))
@@ -240,7 +243,7 @@ def worker(folder: str, rank: int, ranks: int, port: int) -> None:
             if rank == 0:
                 result = judged(mode, everyone, alike, references[NAMED_IMAGE, "float64"]["records"]["loss"])
                 print(json.dumps({"grid": case["grid"], "image": image, "mode": name, **result}), flush=True)
-        dist.destroy_process_group()
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -253,8 +253,9 @@ skill: data/demo
 simulate: $(READY)
 	$(PYTHON) benchmarks/simulate.py --json benchmarks/results/simulate.json
 
+# What make installed. Data and runs stay.
 clean:
-	rm -rf .venv .venv-lock* .venv-torch-* data runs .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lock* .venv-torch-* .pytest_cache .ruff_cache
 
 $(VENV)/installed: requirements.txt $(if $(LOCKED),locks/requirements.txt)
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -17,5 +17,6 @@ export WORLD_SIZE=$SLURM_STEP_NUM_TASKS
 # Where a node has a second name on the fast network, MASTER_ADDR_SUFFIX is what that has more (sites/juwels.sh).
 [[ $SLURM_STEP_NODELIST =~ ^([^][,]*)(\[([0-9]+)[^]]*\])?([^][,]*) ]]
 export MASTER_ADDR=${BASH_REMATCH[1]}${BASH_REMATCH[3]}${BASH_REMATCH[4]}$MASTER_ADDR_SUFFIX
-# From the job's id, so that two jobs on one node do not meet. Below 32768, where Linux starts to hand out ports itself.
-export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+# From the job's id and the step's, so that two jobs on one node do not meet, nor two steps of a job. Below 32768, where
+# Linux starts to hand out ports itself.
+export MASTER_PORT=$((10000 + (SLURM_JOB_ID + 1009 * ${SLURM_STEP_ID:-0}) % 20000))

@@ -40,8 +40,10 @@ SITE=${SITE:-local}
 site_file=$SITE
 [[ $SITE == */* ]] || site_file=sites/$SITE.sh
 [ -f "$site_file" ] || fail "SITE=$SITE: there is no $site_file; the folder has: $(cd sites && echo *.sh)"
+trap 'echo "submit_pm.sh: $site_file failed: its last command, or one before it, did not succeed" >&2' ERR
 # shellcheck source=/dev/null
 IN_JOB=1 source "$site_file"
+trap - ERR
 
 # Tasks and CPUs. submit_pm_dp.sh sets WHOLE_NODES: one task a GPU on every node, unless -n asked for a number.
 nodes=$SLURM_JOB_NUM_NODES
@@ -77,8 +79,9 @@ shifter)
     volume=--volume
     ;;
 podman-hpc)
-    # The container does not see the job's environment unless told to.
-    container=(podman-hpc run --rm --workdir="$PWD" --volume="$PWD:$PWD" "${extra[@]}")
+    # Each task is a container of its own: ranks find each other through the host's network and memory. And a container
+    # does not see the job's environment unless told to.
+    container=(podman-hpc run --rm --network=host --ipc=host --pid=host --workdir="$PWD" --volume="$PWD:$PWD" "${extra[@]}")
     for name in 'SLURM_*' 'NCCL_*' 'GLOO_*' 'FI_*' 'HDF5_*' 'OMP_*' 'TORCH*' 'PYTORCH_*' NVIDIA_TF32_OVERRIDE \
         'MLFLOW_*' LINKED_FILES MASTER_ADDR_SUFFIX ENABLE_PROFILING NSYS_OUTPUT; do
         container+=(--env="$name")
@@ -108,7 +111,7 @@ else
     LOGDIR=/logs
 fi
 # An evaluation is written beside its checkpoint.
-[ "$TRAIN_SCRIPT" = evaluate.py ] || flags=(--expdir "$LOGDIR" "${flags[@]}")
+[ "${TRAIN_SCRIPT##*/}" = evaluate.py ] || flags=(--expdir "$LOGDIR" "${flags[@]}")
 export NSYS_OUTPUT="$LOGDIR/${PROFILE_OUTPUT:-profile}"
 
 # Every task runs this: who am I, then python. "$@" stays a list, so spaces and quotes in a flag survive.
@@ -133,9 +136,11 @@ code=0
 "${launch[@]}" bash -c "$task" bash "${command[@]}" || code=$?
 
 if [ "$code" = 75 ]; then # saved, and not done
-    # In its next life it finds its own run (utils/run/folder.py).
-    if scontrol requeue "$SLURM_JOB_ID"; then
-        echo "submit_pm.sh: job $SLURM_JOB_ID is in the queue again, and will go on where it stopped"
+    # In its next life it finds its own run (utils/run/folder.py). One job of an array has the number of the whole array.
+    job=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    job=${job:-$SLURM_JOB_ID}
+    if scontrol requeue "$job"; then
+        echo "submit_pm.sh: job $job is in the queue again, and will go on where it stopped"
         sleep 60 # Slurm ends this script
     else
         echo "submit_pm.sh: not in the queue again; to go on: submit the same command, for a training with --resume auto" >&2

@@ -28,5 +28,5 @@ else
     # MIOpen's cache is a database that breaks on a shared file system.
     export MIOPEN_USER_DB_PATH=/tmp/miopen-$SLURM_JOB_ID
     export MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
-    [ "$CONTAINER" != apptainer ] || export CONTAINER_ARGS=${CONTAINER_ARGS:---rocm}
+    case $CONTAINER in apptainer | singularity) export CONTAINER_ARGS=${CONTAINER_ARGS:---rocm} ;; esac
 fi

@@ -18,5 +18,5 @@ else
     export CUDA_VISIBLE_DEVICES=0,1,2,3 # every task sees the node's GPUs, which NCCL wants for NVLink
     export NCCL_SOCKET_IFNAME=ib0
     export GLOO_SOCKET_IFNAME=ib0       # what ranks tell each other beside tensors
-    [ "$CONTAINER" != apptainer ] || export CONTAINER_ARGS=${CONTAINER_ARGS:---nv}
+    case $CONTAINER in apptainer | singularity) export CONTAINER_ARGS=${CONTAINER_ARGS:---nv} ;; esac
 fi

@@ -19,5 +19,5 @@ else
     export MASTER_ADDR_SUFFIX=i         # a node's name with an i is its address on InfiniBand: others do not pass cells
     export NCCL_SOCKET_IFNAME=ib0
     export GLOO_SOCKET_IFNAME=ib0       # what ranks tell each other beside tensors
-    [ "$CONTAINER" != apptainer ] || export CONTAINER_ARGS=${CONTAINER_ARGS:---nv}
+    case $CONTAINER in apptainer | singularity) export CONTAINER_ARGS=${CONTAINER_ARGS:---nv} ;; esac
 fi

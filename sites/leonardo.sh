@@ -21,7 +21,7 @@ else
     export SLURM_GPU_BIND=none         # every task sees the job's GPUs, which NCCL wants for NVLink
     export HDF5_USE_FILE_LOCKING=FALSE # Lustre
     case $CONTAINER in
-    apptainer) export CONTAINER_ARGS=${CONTAINER_ARGS:---nv} ;;
+    apptainer | singularity) export CONTAINER_ARGS=${CONTAINER_ARGS:---nv} ;;
     *) [ -n "$PYTHON" ] || [ -x .venv/bin/python ] || module load profile/deeplrn cineca-ai ;;
     esac
 fi

@@ -28,15 +28,26 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def pick_device(name: str, local_rank: int, expandable_segments: bool = True) -> torch.device:
-    """Return the device of this rank: its local rank modulo the devices it sees; set up its memory allocator.
+    """Return the device of this rank: that of its local rank, or the only one it sees; set up its memory allocator.
 
-    Raises ValueError where `cuda` is asked for and there is none.
+    Raises ValueError where `cuda` is asked for and there is none, where torch does not see the GPUs that Slurm gave
+    this job, and where a node has more ranks than GPUs.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but torch sees no GPU here: take --device cpu, or ask for GPUs")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        if name == "cuda":
+            raise ValueError("device is 'cuda', but torch sees no GPU here: take --device cpu, or ask for GPUs")
+        if any(os.environ.get(given) for given in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS")):
+            raise ValueError(
+                f"Slurm gave this job GPUs, but torch {torch.__version__} sees none: take a torch for their driver "
+                f"(in a container: --nv or --rocm), or --device cpu"
+            )
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus > 1:
+        raise ValueError(f"rank {local_rank} of this node has no GPU, for there are {gpus}: start one rank a GPU")
+    device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
     settings = allocator_settings(expandable_segments, device)
     if settings == EXPANDABLE:

@@ -94,7 +94,7 @@ def test_nccl_registers_no_buffers_where_segments_can_grow(monkeypatch, user, gr
     for name, value in (("is_available", True), ("device_count", 4), ("set_device", None), ("get_device_name", "H100")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None, raising=False)
-    assert pick_device("auto", 5) == torch.device("cuda", 1)
+    assert pick_device("auto", 1) == torch.device("cuda", 1)
     assert os.environ.get("NCCL_GRAPH_REGISTER") == ("0" if grows else None)
 
 

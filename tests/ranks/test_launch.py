@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ROOT, clean_environment, free_port, run_ranks, tiny_flags
+from utils.device import pick_device
 from utils.ranks.start import JOINING, join, share_cores, why_a_collective_failed
 from utils.ranks.watchdog import Watch
 from utils.ranks.world import World, _first_host, find_world
@@ -57,6 +58,35 @@ def test_slurm_step():
     assert find_world(STEP) == World(5, 8, 1, "nid001234", 10000 + 70077 % 20000)
     assert find_world({**STEP, "MASTER_ADDR": "a", "MASTER_PORT": "5"}) == World(5, 8, 1, "a", 5)
     assert find_world({**STEP, "MASTER_ADDR_SUFFIX": "i"}).address == "nid001234i"
+
+
+def test_two_steps_of_a_job_have_two_ports():
+    assert find_world({**STEP, "SLURM_STEP_ID": "0"}).port == 10000 + 70077 % 20000
+    assert find_world({**STEP, "SLURM_STEP_ID": "3"}).port == 10000 + (70077 + 3 * 1009) % 20000
+
+
+def test_variables_left_from_before_are_none_of_this_step():
+    left = {**PLAIN, "RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match="^WORLD_SIZE is 1, but srun started 8 tasks: .*unset RANK WORLD_SIZE"):
+        find_world({**left, **STEP})
+    assert find_world({**left, **STEP, "TORCHELASTIC_RUN_ID": "none"}).size == 1  # torchrun's, in one of the tasks
+    assert find_world({**left, **STEP, "SLURM_STEP_NUM_TASKS": "1"}).size == 1
+
+
+def test_gpus_that_slurm_gave_and_torch_does_not_see_are_missed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto", 0) == torch.device("cpu")
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
+    with pytest.raises(ValueError, match="^Slurm gave this job GPUs, but torch .* sees none: .*--device cpu"):
+        pick_device("auto", 0)
+    assert pick_device("cpu", 0) == torch.device("cpu")
+
+
+def test_a_rank_without_a_gpu_shares_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="^rank 2 of this node has no GPU, for there are 2"):
+        pick_device("auto", 2)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +145,7 @@ def test_a_rank_that_finds_nobody_says_where(rank):
     )
     last = done.stderr.splitlines()[-1]  # PyTorch may tell more, above
     assert done.returncode == 2 and f"error: rank {rank} of 2 could not join the others at 127.0.0.1, port" in last
-    assert last.endswith("and a free port as MASTER_PORT")
+    assert last.endswith("and a free port as MASTER_PORT; submit_pm.sh takes both from the job: submit it again")
 
 
 @pytest.mark.slow
@@ -289,6 +319,16 @@ def test_connections_do_not_grow_with_the_number_of_ranks(tmp_path):
 )
 def test_a_collective_that_fails_says_why_in_one_line(told, why):
     assert why_a_collective_failed(RuntimeError(told)).endswith(f"gone ({why})")
+
+
+def test_nccl_says_why_itself():
+    told = (
+        "NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
+        "details), NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+        "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 41000"
+    )
+    why = why_a_collective_failed(dist.DistBackendError(told))
+    assert why == "a collective failed: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 41000"
 
 
 def test_another_error_is_none_of_a_collective():

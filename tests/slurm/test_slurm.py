@@ -87,6 +87,28 @@ def test_whole_nodes_get_one_task_a_gpu(slurm, repo, python, asked, site):
     assert ranks(job)[0]["argv"] == [*folders, "--data_dir=mine"]
 
 
+def test_a_job_of_an_array_goes_into_the_queue_again_alone(slurm, repo, python):
+    # One job of an array has the array's number. It stops in its first life; the other one is done, and stays so.
+    (repo / "train.py").write_text(
+        "import os, sys, time\n"
+        "job, array, task = (os.environ[f'SLURM_{name}'] for name in ('JOB_ID', 'ARRAY_JOB_ID', 'ARRAY_TASK_ID'))\n"
+        "open(f'lives-{task}', 'a').write('x')\n"
+        "stops = job == array and 'SLURM_RESTART_COUNT' not in os.environ\n"
+        "time.sleep(3 * stops)\n"
+        "sys.exit(75 * stops)\n"
+    )
+    done = slurm.run("sbatch", "--parsable", "--array=0-1", "-n", 1, "submit_pm.sh", cwd=repo, env=python)
+    wait_until(lambda: not slurm.run("squeue", "-h", "-j", done.stdout.strip()).stdout, 240)
+    assert sorted(file.read_text() for file in repo.glob("lives-*")) == ["x", "xx"]
+
+
+def test_an_evaluation_gets_no_folder_for_runs(slurm, repo, python):
+    (repo / "train.py").rename(repo / "evaluate.py")
+    env = {**python, "TRAIN_SCRIPT": "./evaluate.py"}
+    job = slurm.sbatch("-n", 1, "submit_pm.sh", "--checkpoint=x", cwd=repo, env=env)
+    assert ranks(job)[0]["argv"] == ["--checkpoint=x"], job.output
+
+
 def test_one_failing_rank_ends_the_job(slurm, repo, python):
     job = slurm.sbatch("-n", 2, "submit_pm.sh", "--fail", cwd=repo, env=python)
     assert job.exit_code != 0
@@ -106,6 +128,13 @@ def test_a_wrong_setting_is_one_line(slurm, repo, env, message):
     job = slurm.sbatch("-n", 1, "submit_pm.sh", cwd=repo, env=env)
     assert job.exit_code == 1
     assert job.output.startswith(message) and job.output.count("\n") == 1
+
+
+def test_a_site_file_that_fails_is_named(slurm, repo, python):
+    (repo / "sites/mine.sh").write_text('[ -n "$NOWHERE" ] && export THAT=1\n')
+    job = slurm.sbatch("-n", 1, "submit_pm.sh", cwd=repo, env={**python, "SITE": "mine"})
+    assert job.exit_code == 1 and job.output.count("\n") == 1
+    assert job.output.startswith("submit_pm.sh: sites/mine.sh failed")
 
 
 def test_profiling_wraps_rank_0_only(slurm, repo, python, tmp_path):
@@ -135,6 +164,7 @@ def test_a_container_gets_data_and_logs(slurm, repo, tmp_path, name, mount):
     assert job.exit_code == 0, job.output
     call = re.search(f"^{name} .*", job.output, re.M).group()
     assert "an/image:1" in call and "--gpu --nccl" in call
+    assert ("--network=host --ipc=host --pid=host" in call) == (name == "podman-hpc")
     assert f"{mount}={repo}/sites:/data" in call and f"{mount}={repo}/runs:/logs" in call
     assert [rank["argv"] for rank in ranks(job)] == [["--expdir", "/logs", "--data_dir", "/data", "two  words"]] * 2
 
@@ -153,6 +183,15 @@ def test_a_site_file_serves_the_login_shell_and_the_job(slurm, repo, python, sit
     exported = re.findall(r"^    export ((?:NCCL|GLOO|HDF5)_\w+)=(\S+)", (repo / f"sites/{site}.sh").read_text(), re.M)
     assert first["site"] == second["site"] == dict(exported)  # not NCCL_NET, which is for several nodes
     assert first["MASTER_ADDR"].endswith("i") == (site == "juwels")  # this machine's name has no i at its end
+
+
+@pytest.mark.parametrize("site, gpus", [("leonardo", "nv"), ("juwels", "nv"), ("jupiter", "nv"), ("frontier", "rocm")])
+@pytest.mark.parametrize("name", ["apptainer", "singularity"])
+def test_a_container_sees_the_gpus(site, gpus, name):
+    env = {**os.environ, "IN_JOB": "1", "CONTAINER": name, "BASH_FUNC_module%%": "() { :; }"}
+    command = ["bash", "-ec", f"source sites/{site}.sh; echo $CONTAINER_ARGS"]
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, check=True)
+    assert done.stdout == f"--{gpus}\n"
 
 
 def test_export_ddp_vars_wants_a_task_of_srun(slurm, repo):
@@ -174,9 +213,10 @@ def test_export_ddp_vars_wants_a_task_of_srun(slurm, repo):
 def test_the_first_host_is_the_master(nodes, first):
     # SLURM_NTASKS is the job's: salloc's shell has 4 there and is itself a step of one task.
     step = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "7"}
+    step["SLURM_STEP_ID"] = "2"
     command = ["bash", "-c", "source ./export_DDP_vars.sh; echo $WORLD_SIZE $MASTER_ADDR $MASTER_PORT"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **step}, text=True, capture_output=True, check=True)
-    assert done.stdout == f"2 {first} 10007\n"
+    assert done.stdout == f"2 {first} {10007 + 2 * 1009}\n"
 
 
 # From here on the real train.py, on small data.

@@ -124,6 +124,8 @@ def why_a_collective_failed(error: Exception) -> str | None:
     """Return what an error of torch.distributed says, without its place in torch and its advice; None for others."""
     if not isinstance(error, dist.DistError) and "gloo" not in str(error):
         return None
+    if from_nccl := str(error).partition("Last error:")[2].strip():
+        return f"a collective failed: {from_nccl.splitlines()[0]}"
     why = first_line(error).rpartition("] ")[2].partition(". This is typically")[0]
     return f"a collective failed, perhaps because another rank is gone ({why})"
 
@@ -186,6 +188,6 @@ def join(world: World, wait: timedelta = JOINING) -> None:
         end_now(
             f"rank {world.rank} of {world.size} could not join the others at {world.address}, port {world.port} "
             f"({first_line(error)}): start all ranks, with the name of rank 0's host as MASTER_ADDR and a "
-            f"free port as MASTER_PORT",
+            f"free port as MASTER_PORT; submit_pm.sh takes both from the job: submit it again",
             code=2,
         )

@@ -27,9 +27,9 @@ def _first_host(nodelist: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def _port(job: str) -> int:
-    """Return a port that all ranks of a job agree on; below 32768, where Linux begins to hand out ports itself."""
-    return 10000 + (int(job) if job.isdigit() else zlib.crc32(job.encode())) % 20000
+def _port(job: str, step: int = 0) -> int:
+    """Return a port that all ranks of a job's step agree on; below 32768, where Linux hands out ports itself."""
+    return 10000 + ((int(job) if job.isdigit() else zlib.crc32(job.encode())) + 1009 * step) % 20000
 
 
 def find_world(env: Mapping[str, str]) -> World:
@@ -38,7 +38,8 @@ def find_world(env: Mapping[str, str]) -> World:
     `RANK` wins (torchrun, or set by hand), then Open MPI, then Slurm, and Slurm only inside an `srun` step: a batch
     script's own shell carries SLURM_PROCID too.
 
-    Raises Refused, a ValueError that names the missing or wrong variable where the environment is set by half.
+    Raises Refused, a ValueError that names the missing or wrong variable where the environment is set by half, or that
+    of another start.
     """
 
     def read(name: str, kind: type = int):
@@ -57,6 +58,12 @@ def find_world(env: Mapping[str, str]) -> World:
     if "RANK" in env or (launcher and not on_mpi and not in_step):
         ranks = (read(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         world = World(*ranks, read("MASTER_ADDR", str), read("MASTER_PORT"))
+        tasks = read("SLURM_STEP_NUM_TASKS") if in_step and "TORCHELASTIC_RUN_ID" not in env else 0
+        if world.size < tasks:
+            raise Refused(
+                f"WORLD_SIZE is {world.size}, but srun started {tasks} tasks: RANK and WORLD_SIZE are left from before "
+                f"(unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT), or source export_DDP_vars.sh in each task"
+            )
     elif on_mpi:
         launcher = "OMPI_COMM_WORLD_RANK" if "OMPI_COMM_WORLD_RANK" in env else "OMPI_COMM_WORLD_SIZE"
         needs = "OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and, on several nodes, MASTER_ADDR"
@@ -70,7 +77,8 @@ def find_world(env: Mapping[str, str]) -> World:
         needs = "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID (srun does)"
         suffix = env.get("MASTER_ADDR_SUFFIX", "")  # see export_DDP_vars.sh
         address = env.get("MASTER_ADDR") or _first_host(read("SLURM_STEP_NODELIST", str)) + suffix
-        port = read("MASTER_PORT") if "MASTER_PORT" in env else _port(read("SLURM_JOB_ID", str))
+        step = read("SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
+        port = read("MASTER_PORT") if "MASTER_PORT" in env else _port(read("SLURM_JOB_ID", str), step)
         ranks = (read(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
         world = World(*ranks, address, port)
     else:

@@ -67,7 +67,8 @@ def attention_table(figures: Numbers, spread: Ranges) -> str:
     rows = []
     for shape in SHAPES:
         names = [f"attention {kernel}, {shape}" for kernel in KERNELS]
-        rows.append([shape, *(ranged(f"{name}: ms", ".1f", figures, spread) for name in names)])
+        known = (f"{name}: ms" in figures for name in names)  # not every GPU has every kernel
+        rows.append([shape, *(ranged(f"{n}: ms", ".1f", figures, spread) if k else "–" for n, k in zip(names, known))])
         rows[-1].append(f"{figures[f'attention auto, {shape}: tflop_per_sec']:.0f}")
     return markdown(["ms", *KERNELS, "auto, TFLOP/s"], rows)
 
@@ -93,10 +94,11 @@ def memory_table(figures: Numbers, cases: dict[str, dict[str, Any]]) -> str:
 def kernels_table(kernels: dict[str, list[dict[str, Any]]]) -> str:
     """Return what the twelve longest kernels of a compiled step are for, as shares of the time of all kernels."""
     kinds = {"attention (cuDNN)": "cudnn", "matrix products (cuBLAS)": "nvjet", "fused operations (Triton)": "triton"}
-    rows = [[kind] for kind in (*kinds, "beyond the twelve longest")]
+    rows = [[kind] for kind in (*kinds, "others of the twelve", "beyond them")]
     for section in SECTIONS:
         found = kernels[f"{section}, bf16, fused, jit"]
         shares = [sum(one["share"] for one in found if one["name"].startswith(word)) for word in kinds.values()]
-        for row, share in zip(rows, [*shares, 1 - sum(shares)]):
+        twelve = sum(one["share"] for one in found)
+        for row, share in zip(rows, [*shares, twelve - sum(shares), 1 - twelve]):
             row.append(f"{share:.0%}")
     return markdown(["", *(f"`{section}`" for section in SECTIONS)], rows)

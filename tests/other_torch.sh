@@ -12,4 +12,6 @@ if [ requirements.txt -nt "$made" ] || [ requirements-prepare.txt -nt "$made" ] 
         -r requirements-prepare.txt -r requirements-maps.txt -r requirements-tools.txt
     touch "$made"
 fi
+"$env/bin/python" -c 'import sys, torch; sys.exit(torch.__version__.partition("+")[0] != sys.argv[1])' "$TORCH" ||
+    { echo "other_torch.sh: $env has another torch than $TORCH: remove it" >&2; exit 1; }
 PYTHON=$env/bin/python tests/run_tests.sh

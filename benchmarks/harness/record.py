@@ -1,5 +1,6 @@
 """The records in results/: machine, versions, command, figures with their spread."""
 
+import contextlib
 import platform
 import statistics
 import subprocess
@@ -42,8 +43,12 @@ def libraries() -> dict[str, str]:
     """Return the versions of what computes and sends on a GPU; nothing where there is none."""
     if not torch.cuda.is_available() or torch.version.hip:
         return {}
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "nccl": nccl}
+    found = {"cuda": torch.version.cuda}
+    with contextlib.suppress(RuntimeError):  # another cuDNN than that it was compiled for
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    with contextlib.suppress(AttributeError):  # built without NCCL
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
 class Figures(dict[str, float]):

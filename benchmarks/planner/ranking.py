@@ -3,11 +3,12 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
 import torch.distributed as dist
 
@@ -87,9 +88,14 @@ def check(config: Config, machine: Machine, ranks: int) -> Config:
     return replace(config, attention="flash") if is_fused else config
 
 
-def processes(tasks: int) -> ProcessPoolExecutor:
-    """Return processes for so many tasks: no forks, in which autograd refuses to run once it has run in this one."""
-    return ProcessPoolExecutor(max(min(len(cores_in_reach()), tasks), 1), get_context("forkserver"))
+def in_processes(function: Callable[[Any], Any], tasks: Collection[Any]) -> list[Any]:
+    """Return what a function gives for each task, in processes of their own, several at a time.
+
+    They are no forks, in which autograd refuses to run once it has run in this one: so a script that asks for this
+    keeps what it does behind `if __name__ == "__main__"`.
+    """
+    with ProcessPoolExecutor(max(min(len(cores_in_reach()), len(tasks)), 1), get_context("forkserver")) as pool:
+        return [*pool.map(function, tasks)]
 
 
 def outlooks(config: Config, given: frozenset[str], machine: Machine, ranks: int) -> list[Outlook]:
@@ -102,9 +108,8 @@ def outlooks(config: Config, given: frozenset[str], machine: Machine, ranks: int
     """
     config = check(config, machine, ranks)
     wanted = [(tp, cp) for tp, cp in models(config, given, ranks) if [*parts_of(config, given, ranks // (tp * cp))]]
-    with processes(len(wanted)) as pool:
-        of_model = partial(outlooks_of_model, config, given, machine, ranks)
-        found = list(itertools.chain.from_iterable(pool.map(of_model, sorted(wanted, key=math.prod, reverse=True))))
+    of_model = partial(outlooks_of_model, config, given, machine, ranks)
+    found = [*itertools.chain.from_iterable(in_processes(of_model, sorted(wanted, key=math.prod, reverse=True)))]
     if not found:
         batch = config.global_batch_size or f"{config.local_batch_size} a rank"
         raise ValueError(

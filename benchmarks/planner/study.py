@@ -11,7 +11,7 @@ from functools import partial
 from benchmarks.planner.layouts import models
 from benchmarks.planner.machine import Curve, Link, Machine
 from benchmarks.planner.outlook import Outlook
-from benchmarks.planner.ranking import Sketched, check, in_order, outlooks_of, processes, sketches
+from benchmarks.planner.ranking import Sketched, check, in_order, in_processes, outlooks_of, sketches
 from benchmarks.planner.trace import serial_model, without_data
 from utils.config.settings import Config
 from utils.data.fields import Fields
@@ -45,8 +45,7 @@ def best(jobs: Sequence[Job]) -> list[Outlook | None]:
     """
     jobs = [checked(job) for job in jobs]
     wanted = {model for job in jobs for model in models(job.config, NOTHING, job.ranks)}
-    with processes(len(wanted)) as pool:
-        found = list(pool.map(partial(_of_model, jobs), sorted(wanted, key=math.prod, reverse=True)))
+    found = in_processes(partial(_of_model, jobs), sorted(wanted, key=math.prod, reverse=True))
     return [next(iter(in_order(filter(None, of_job))), None) for of_job in zip(*found)]
 
 

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.gpu_suite import CASES, PLAIN, SECTIONS
 from benchmarks.planner.layouts import Layout, groups_of
-from benchmarks.planner.machine import load_machine
+from benchmarks.planner.machine import at, load_machine
 from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.ranking import bytes_of_sample, check, estimate_of, outlook_of, sketches
 from benchmarks.planner.sketch import Pass
@@ -161,6 +161,17 @@ def test_published_memory_is_as_predicted():
         if "published GiB" in row:
             allowed = 0.16 if name in ("mp, tp 4", "mp, cp 4") else 0.1
             assert row["predicted GiB"] == pytest.approx(row["published GiB"], rel=allowed), name
+
+
+@pytest.mark.parametrize("name", ["h100-ndr", "h200-ndr"])
+@pytest.mark.parametrize("size, tokens, samples", [(48, 4050, 16), (128, 1013, 31), (128, 4050, 8), (128, 16200, 2)])
+def test_attention_alone_takes_what_was_measured(name, size, tokens, samples):
+    """Of 8 heads, forward and backward: what was measured gave the rates."""
+    figures = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())["figures"]
+    curves, square = load_machine(name).attention["bfloat16"], tokens**2 * size
+    ways = {"forward": 4 * square, "backward": 10 * square}
+    seconds = 8 * samples * sum(flops / at(curves[f"{way} {size}"], flops) for way, flops in ways.items())
+    assert 1e3 * seconds == pytest.approx(figures[f"attention auto, head size {size}, {tokens} tokens: ms"], rel=0.05)
 
 
 @pytest.mark.slow

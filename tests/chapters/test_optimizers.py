@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import resume_here, tiny_flags, write_data
+from tests.helpers import ROOT, resume_here, tiny_flags, write_data
 from tests.marks import at_night
 from utils.compiler import check_compiler
 from utils.config.reader import load_config
@@ -27,8 +27,9 @@ def test_what_an_optimiser_keeps(name):
     """Bytes a weight; and that it begins with zeros, without a step."""
     layer = nn.Linear(256, 256, bias=False)
     before = layer.weight.detach().clone()
-    if name == "Adam8bit":
-        pytest.importorskip("torchao", reason="there is none for this torch")
+    pinned = f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "requirements.txt").read_text().split()
+    if name == "Adam8bit" and not pinned:
+        pytest.skip("torchao is made for one torch, which this is not")
     optimizer = build_optimizer(layer, asked(f"--optimizer={name}"))
     init_moments(optimizer)
     kept = kept_of(optimizer, layer.weight)

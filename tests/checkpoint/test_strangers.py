@@ -71,6 +71,8 @@ def test_a_pickle_runs_nothing(newest, tiny, capsys):
     call_it_bytes(newest, ran)
     with pytest.raises(Unreadable, match="BytesStorageMetadata"):
         checkpoint.read(newest, TENSOR)
+    with pytest.raises(Unreadable, match="BytesStorageMetadata"):
+        checkpoint.load(newest, {TENSOR: torch.zeros(1, 32, 32)}, alone=True)
     torch.save({"w": Evil(ran)}, tiny / "evil.pt")
     (tiny / "evil.safetensors").write_bytes(evil)
     for suffix in ("pt", "safetensors"):

@@ -195,6 +195,7 @@ def worst_error(path: Path, serial: Path, after: int = 0) -> tuple[float, float]
     expected = _values(serial, after)
     assert one.keys() == expected[3].keys()
     wide = torch.float64  # torch's default rounds to 8 digits
+    assert [*map(len, (losses, norms, scores))] == [*map(len, expected[:3])]
     told = max(
         _error(torch.tensor(a, dtype=wide), torch.tensor(b, dtype=wide))
         for a, b in zip((losses, norms, scores), expected)
@@ -207,8 +208,9 @@ def _values(run: Path, after: int = 0) -> tuple[list[float], list[float], list[f
     assert [line["iteration"] for line in steps] == list(range(1, len(steps) + 1))  # each once
     newest = checkpoint.find(run / "checkpoints")[0]
     tensors = checkpoint.read(newest, "model.") | checkpoint.read(newest, "optimizer.")
-    losses, norms = ([s[key] for s in steps[after:]] for key in ("loss", "grad_norm"))
-    return losses, norms, [e["valid_loss"] for e in epochs if e["iteration"] >= after], tensors
+    told = [[s[key] for s in steps[after:]] for key in ("loss", "grad_norm")]
+    told.append([e["valid_loss"] for e in epochs if e["iteration"] >= after])
+    return *([math.nan if x is None else x for x in values] for values in told), tensors  # a record has null for NaN
 
 
 def _error(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -70,6 +70,15 @@ def test_runs_whose_values_are_no_numbers_are_not_equal(monkeypatch, part):
     assert max(worst_error("whole", "whole")) == 0 and max(worst_error("bad", "whole")) == math.inf
 
 
+def test_a_record_keeps_no_number_as_null(tmp_path, monkeypatch):
+    lines = [{"event": "step", "iteration": 1, "loss": None, "grad_norm": 1.0}]
+    monkeypatch.setattr(interruptions, "records", lambda _, event: lines if event == "step" else [])
+    monkeypatch.setattr(interruptions.checkpoint, "find", lambda _: [tmp_path])
+    monkeypatch.setattr(interruptions.checkpoint, "read", lambda *_: {})
+    losses, norms, scores, _ = interruptions._values(tmp_path)
+    assert math.isnan(losses[0]) and norms == [1.0] and scores == []
+
+
 def test_what_runs_recorded_is_compared_to_the_last_digit(monkeypatch):
     whole = [1.0, 2.0], [1.0], [1.0, 3.0], {"a": torch.ones(3)}
     monkeypatch.setattr(interruptions, "_values", {"whole": whole, "other": ([1.0, 2.0 + 1e-12], *whole[1:])}.get)

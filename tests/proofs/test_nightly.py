@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,15 @@ def night(tmp_path, monkeypatch):
     monkeypatch.setattr(nightly, "RECORD", tmp_path / "nightly.json")
     at = nightly.commit_of_code()
     monkeypatch.setattr(nightly, "commit_of_code", lambda: at)  # what follows runs nothing
-    pages = []
-    monkeypatch.setattr(nightly.subprocess, "run", lambda command, **_: pages.append(command[-1]))
+    pages, made = [], subprocess.CompletedProcess([], 0)
+
+    def make_pages(command: list[str], check: bool = False, **_: Any) -> subprocess.CompletedProcess:
+        pages.append(command[-1])
+        if check:
+            made.check_returncode()
+        return made
+
+    monkeypatch.setattr(nightly.subprocess, "run", make_pages)
 
     def run(steps: dict[str, str], *only: str) -> tuple[int, dict[str, dict[str, str]]]:
         monkeypatch.setattr(nightly, "STEPS", {name: (f"what {name} proves", step) for name, step in steps.items()})
@@ -29,6 +37,7 @@ def night(tmp_path, monkeypatch):
         pages.clear()
         return code, json.loads(nightly.RECORD.read_text())["steps"]
 
+    run.made = made
     return run
 
 
@@ -36,6 +45,13 @@ def test_a_proof_that_fails_is_told_and_the_next_ones_run(night, capfd):
     code, steps = night({"a": "true", "b": "exit 3", "c": "true"})
     assert code == 1 and [steps[name]["result"] for name in "abc"] == ["passed", "failed, code 3", "passed"]
     assert capfd.readouterr().out.endswith("2 of 3 passed; failed: b\n")
+
+
+def test_pages_that_cannot_be_made_end_no_night(night, capfd):
+    night.made.returncode = 1
+    code, steps = night({"a": "true", "b": "true"})
+    assert code == 1 and [steps[name]["result"] for name in "ab"] == ["passed", "passed"]
+    assert capfd.readouterr().out.endswith("2 of 2 passed; the pages could not be made\n")
 
 
 def test_what_the_readme_tells_of_a_proof(night, monkeypatch):

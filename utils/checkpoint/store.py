@@ -103,6 +103,8 @@ def load(folder: Path, shards: dict[str, Tensor], alone: bool = False, known: Me
     Raises Unreadable, on all ranks, if it fails.
     """
 
+    known = known or metadata(folder)
+
     def load_once() -> None:
         try:
             dcp.load(shards, storage_reader=Reader(folder, known), no_dist=alone)

@@ -98,7 +98,7 @@ def kernels_table(kernels: dict[str, list[dict[str, Any]]]) -> str:
     for section in SECTIONS:
         found = kernels[f"{section}, bf16, fused, jit"]
         shares = [sum(one["share"] for one in found if one["name"].startswith(word)) for word in kinds.values()]
-        twelve = sum(one["share"] for one in found)
-        for row, share in zip(rows, [*shares, twelve - sum(shares), 1 - twelve]):
+        others = sum(one["share"] for one in found if not one["name"].startswith((*kinds.values(),)))
+        for row, share in zip(rows, [*shares, others, 1 - others - sum(shares)]):
             row.append(f"{share:.0%}")
     return markdown(["", *(f"`{section}`" for section in SECTIONS)], rows)

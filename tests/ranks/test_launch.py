@@ -75,6 +75,8 @@ def test_variables_left_from_before_are_none_of_this_step():
 
 def test_gpus_that_slurm_gave_and_torch_does_not_see_are_missed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):
+        monkeypatch.delenv(name, raising=False)
     assert pick_device("auto", 0) == torch.device("cpu")
     monkeypatch.setenv("SLURM_JOB_GPUS", "0,1")
     with pytest.raises(ValueError, match="^Slurm gave this job GPUs, but torch .* sees none: .*--device cpu"):

@@ -96,13 +96,12 @@ def metadata(folder: Path) -> Metadata:
 
 
 def load(folder: Path, shards: dict[str, Tensor], alone: bool = False, known: Metadata | None = None) -> None:
-    """Fill `shards` in place from a checkpoint of any grid, whose `metadata` may be known.
+    """Fill `shards` in place from a checkpoint of any grid, whose `metadata` several ranks know before.
 
     With `alone` one process fills whole tensors.
 
     Raises Unreadable, on all ranks, if it fails.
     """
-
     known = known or metadata(folder)
 
     def load_once() -> None:

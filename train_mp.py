@@ -72,7 +72,7 @@ def main(
     torch.manual_seed(config.seed + world.rank)  # different dropout masks on every rank
     optimizer = build_optimizer(model, config)
     scaler = build_scaler(config, device, partial(GridScaler, group=grid.get_group("tp-cp")))
-    gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid))
+    gradients = TensorParallelGradients(model, grid, is_sequence_parallel(config, grid), bool(config.verify_every))
     slices, generators = (sliced_dims(model), grid.get_group("tp")), {"drop_path": model.generator}
     state = TrainingState(model, optimizer, scaler, config.ema_decay, model.stacked(), generators, slices)
     with Run(Job(config, world, device, data), build_model, f"{grid.get_size('tp-cp')}MP", observers) as run:

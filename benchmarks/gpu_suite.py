@@ -228,7 +228,7 @@ def checkpoints(figures: Figures) -> None:
     bench = Bench([*SECTIONS["mp"], *PLAIN, "--amp_mode=bf16", "--enable_fused"])
     bench.is_timed = False
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(bench, Path(folder), 5)
+        found = measure(bench, Path(folder), 5, saves=2)  # each brings gigabytes to the disk
     torch.distributed.destroy_process_group()
     for name, values in found.items():
         print(figures.add(f"checkpoint of mp: {name}", values), flush=True)

@@ -7,6 +7,7 @@ no computation), and where a GPU is, measured as well: the peak of what PyTorch'
 not fit. Beside the simulation stands the anatomy, formulas in bytes of each part; the record has how far they are off.
 """
 
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,7 +92,8 @@ def measured(flags: Sequence[str]) -> float | None:
     except torch.OutOfMemoryError:
         return None
     finally:
-        bench = None
+        bench = None  # its model and its hooks hold each other
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from distributed.mappings import reduce
+from distributed.mappings import all_gather, all_to_all, reduce
 from distributed.parallelize import find_borders
 from utils.comm import Grid
 from utils.config.settings import Config
@@ -40,14 +40,20 @@ class TensorParallelGradients:
 
     Communication over tp in each step: `norm` sums one number; `sync` the gradients of all replicas, once, where the
     tokens are sharded over tp.
+
+    Args:
+        in_order: add up in the order of the ranks, where data parallel replicas are compared to the last bit
+            (`--verify_every`). An all-reduce adds up in an order that the library chooses by how it reaches the ranks:
+            two tp groups, on two nodes, may differ.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, tokens_over_tp: bool):
+    def __init__(self, model: nn.Module, grid: Grid, tokens_over_tp: bool, in_order: bool = False):
         sharded = sliced_dims(model)
         self.is_sharded = [p in sharded for p in model.parameters()]
         self.replicas = [p for p in model.parameters() if p not in sharded] if tokens_over_tp else []
         self.group, self.owners = grid.get_group("tp"), grid.get_group("dp-cp")
         self.are_shared_out = isinstance(model, FSDPModule)
+        self.in_order = in_order and self.group.size() > 2  # a + b is b + a
 
     @torch.no_grad()
     @communication
@@ -56,7 +62,10 @@ class TensorParallelGradients:
         if self.replicas:
             grads = [own(p.grad) for p in self.replicas]
             flat = torch.cat([g.flatten() for g in grads])
-            dist.all_reduce(flat, group=self.group)
+            if self.in_order:
+                flat = sum_in_order(flat, self.group)
+            else:
+                dist.all_reduce(flat, group=self.group)
             for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
                 grad.copy_(part.view_as(grad))
 
@@ -68,7 +77,15 @@ class TensorParallelGradients:
         )
         if self.are_shared_out:
             replicas, shards = reduce(torch.stack([replicas, shards]), self.owners)
-        return (replicas + reduce(shards, self.group)).sqrt()
+        whole = sum_in_order(shards[None], self.group)[0] if self.in_order else reduce(shards, self.group)
+        return (replicas + whole).sqrt()
+
+
+def sum_in_order(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of the ranks' vectors, with the same bits in any group: each rank adds up a part, all collect."""
+    whole = nn.functional.pad(flat, (0, -len(flat) % group.size()))
+    parts = all_to_all(whole.view(group.size(), -1), 0, 0, group)
+    return all_gather(sum(parts), 0, group)[: len(flat)]
 
 
 class GridScaler(torch.amp.GradScaler):

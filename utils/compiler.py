@@ -38,6 +38,11 @@ def check_compiler(config: Config, device: torch.device, trains: bool = True) ->
             f"compile_mode {graph_mode} replays graphs, with which training on AMD GPUs was reported to "
             f"converge worse, without an error (pytorch issue 187715): take default or max-autotune-no-cudagraphs"
         )
+    if graph_mode and device.type == "cuda" and config.tensor_parallel * config.context_parallel > 1:
+        raise ValueError(
+            f"compile_mode {graph_mode} replays CUDA graphs, here with NCCL's kernels in them, and the run could not "
+            f"leave its groups of ranks at the end: take default, or train_mp_graphs.py"
+        )
     recomputes = config.activation_checkpoint in ("step", "block")
     passes_again = config.accumulation_steps > 1 or config.longest_rollout > 1 or recomputes
     if graph_mode and device.type == "cuda" and trains and passes_again:

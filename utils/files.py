@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from utils.errors import ReadError
-from utils.reading import check_kind, holds, is_count, is_text
+from utils.reading import check_kind, from_json, holds, is_count, is_text
 
 T = TypeVar("T")
 is_event = holds(event=is_text, iteration=is_count)  # what each line of metrics.jsonl is
+LARGEST_RECORDS = 2**31  # bytes of a metrics.jsonl: five million lines
 CHECKED = re.compile(r'(\{.*), "crc32": "([0-9a-f]{8})"\}')
 
 
@@ -154,12 +155,14 @@ def read_events(path: Path, fits: Callable[[Any], bool] = is_event) -> list[dict
 
     Half a line that a process left when it was killed is none.
     Lines that are not what was written are left out, and named in the log. (Those of version 0.1.0 have no checksum.)
-    Raises ValueError for a pipe.
+    Raises ValueError for a pipe, and for more bytes than any run writes.
 
     Args:
         fits: tells a record from what is none.
     """
     check_kind(path)
+    if (size := path.stat().st_size) > LARGEST_RECORDS:
+        raise ValueError(f"{path} has {size:,} bytes: no such file has more than {LARGEST_RECORDS:,}")
     events, lines = [], path.read_bytes().decode(errors="replace").split("\n")
     has_checksums = any(map(_has_checksum, lines))
     for number, line in enumerate(lines, 1):
@@ -167,7 +170,7 @@ def read_events(path: Path, fits: Callable[[Any], bool] = is_event) -> list[dict
         try:
             if has_checksums and not (found and zlib.crc32(f"{found[1]}}}".encode()) == int(found[2], 16)):
                 raise ValueError
-            event = json.loads(f"{found[1]}}}" if found else line)
+            event = from_json(f"{found[1]}}}" if found else line)
             if not fits(event):
                 raise ValueError
             events.append(event)

@@ -64,16 +64,21 @@ def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
 
 def read_json(path: Path) -> Any:
     """Return what a file of JSON holds. Raises ValueError as `read_text`, for other text, and for huge numbers."""
-
-    def number(text: str) -> int:
-        if len(text) > 20 or abs(int(text)) >= LARGEST_NUMBER:
-            raise ValueError(f"{path} has a number of {len(text)} digits")
-        return int(text)
-
     try:
-        return json.loads(read_text(path), parse_int=number)
+        return from_json(read_text(path), str(path))
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
+
+
+def from_json(text: str, of: str = "a text") -> Any:
+    """Return what a text of JSON says. Raises ValueError, and for huge numbers, and RecursionError."""
+
+    def number(digits: str) -> int:
+        if len(digits) > 20 or abs(int(digits)) >= LARGEST_NUMBER:
+            raise ValueError(f"{of} has a number of {len(digits)} digits")
+        return int(digits)
+
+    return json.loads(text, parse_int=number)
 
 
 # What a value of JSON must be, for those who read it.
@@ -89,7 +94,7 @@ def is_number(x: Any) -> bool:
 
 
 def is_finite(x: Any) -> bool:
-    return is_number(x) and math.isfinite(x)
+    return is_number(x) and (abs(x) < LARGEST_NUMBER if isinstance(x, int) else math.isfinite(x))
 
 
 def is_flag(x: Any) -> bool:

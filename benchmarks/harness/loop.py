@@ -11,6 +11,7 @@ from torch import Tensor
 import train
 from benchmarks.harness.bench import REFERENCE
 from benchmarks.harness.data import path_flags, train_here
+from utils.device import synchronize
 from utils.observers import EpochRecord, Observer
 from utils.run.run import Run
 from utils.sample_data.write import write_shape
@@ -24,18 +25,23 @@ class BareSteps(Observer):
         self.ratios: list[list[float]] = [[]]  # of each epoch: what an iteration takes over the bare step, less 1
 
     def begin(self, run: Run) -> None:
-        config, state = run.job.config, run.state
+        config, state, self.device = run.job.config, run.state, run.job.device
+        self.batch = [x.to(self.device) for x in self.batch]
         self.step = partial(train.forward_backward, state.model, scaler=state.scaler, config=config)
         self.update = partial(train.update_weights, state.optimizer, state.scaler, config, lr=config.lr)
-        self.resumed = time.perf_counter()
+        self.resumed = self._now()
 
     def after_step(self, iteration: int, left: int) -> None:
-        begin = time.perf_counter()
+        begin = self._now()
         self.step(*self.batch)
         self.update()
-        end = time.perf_counter()
+        end = self._now()
         self.ratios[-1].append((begin - self.resumed) / (end - begin) - 1)
         self.resumed = end
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()
 
     def after_epoch(self, record: EpochRecord, example: tuple) -> None:
         self.ratios.append([])

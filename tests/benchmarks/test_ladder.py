@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 from benchmarks import ladder, ladder_report
@@ -171,14 +172,20 @@ def test_inside_a_job_srun_starts_the_ranks(monkeypatch, ranks, gpus, nodes, sha
 
 
 def test_data_parallel_is_train_py_with_another_wrapper(tiny, monkeypatch):
-    """On a CPU DataParallel hands everything to the one model; tests/gpu/test_gpu_report.py takes two GPUs."""
-    passes, forward = [], nn.DataParallel.forward
-    monkeypatch.setattr(nn.DataParallel, "forward", lambda self, *args: passes.append(1) or forward(self, *args))
+    """On a CPU DataParallel hands everything to the one model: here two in turns stand for replicas on GPUs."""
+    passes = []
+
+    def forward(self: nn.DataParallel, *args: torch.Tensor) -> torch.Tensor:
+        passes.append(len(args))
+        return torch.cat([self.module(*part) for part in zip(*(x.chunk(2) for x in args))])
+
+    monkeypatch.setattr(nn.DataParallel, "forward", forward)
     monkeypatch.setattr(start, "start", lambda main, argv, load: run_here(argv, main))
-    one, argv = losses(run_here(tiny_flags(tiny))), tiny_flags(tiny, "--run_num", "dp")
+    steps = ["--rollout_steps=2", "--global_batch_size=4"]
+    one, argv = losses(run_here(tiny_flags(tiny, *steps))), tiny_flags(tiny, *steps, "--run_num", "dp")
     monkeypatch.setattr(sys, "argv", ["data_parallel.py", *argv])
     runpy.run_path(str(ROOT / DATA_PARALLEL), run_name="__main__")
-    assert losses(run_folder(argv)) == one and len(passes) > len(one)
+    assert losses(run_folder(argv)) == pytest.approx(one, rel=1e-5) and {*passes} == {1, 2}
 
 
 def test_half_a_line_of_an_interrupted_ladder_is_forgotten(runs, tmp_path):

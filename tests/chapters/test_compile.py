@@ -203,6 +203,16 @@ def test_a_class_has_one_set_of_options(tmp_path):
             load_config(["--yaml_config", str(tmp_path / "a.yaml"), "--config", "a"])
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("axis", ["tensor_parallel", "context_parallel"])
+def test_graphs_of_the_compiler_hold_no_collectives(mode, axis):
+    """NCCL waits at its end for graphs with kernels of its own, and those of the compiler live on."""
+    split = {axis: 2, "enable_jit": True}
+    check_compiler(Config(**split, compile_mode="default"), torch.device("cuda"))
+    with pytest.raises(ValueError, match=f"compile_mode {mode} replays CUDA graphs, here with NCCL's kernels in them"):
+        check_compiler(Config(**split, compile_mode=mode), torch.device("cuda"))
+
+
 @pytest.mark.parametrize(
     "text", ["MLP:mode=fast", "MLP:backend=eager", "MLP:dynamic=some", ":mode=default", "MLP:mode=default,mode=default"]
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from utils.checkpoint.archives import check_archive
-from utils.checkpoint.weights import load_tensors
+from utils.checkpoint.weights import load_tensors, load_weights
 
 
 def test_an_archive_that_grows(tmp_path):
@@ -43,6 +43,11 @@ def storage(count: int, name: str = "FloatStorage") -> bytes:
     )
 
 
+# An OrderedDict of a long list of pairs: many of them would make a large one of a small file.
+LONG = b"\x80\2](NN\x86NN\x86eq\0ccollections\nOrderedDict\nh\0\x85R."
+
+
+@pytest.mark.timeout(30)
 def test_weights_that_make_more_than_they_hold(tmp_path):
     """Each is read by torch with weights_only=True."""
     good = archive(tmp_path / "good.pt", storage(2), bytes(8))
@@ -53,7 +58,8 @@ def test_weights_that_make_more_than_they_hold(tmp_path):
         "names builtins.bytearray": archive(tmp_path / "a.pt", huge),
         "claims another size than it has": archive(tmp_path / "b.pt", storage(2**20), bytes(8)),
         "LONG_BINPUT": archive(tmp_path / "c.pt", b"\x80\2Nr\0\0\0\x08."),
-        "names a tuple twice": archive(tmp_path / "d.pt", b"\x80\2K\1\x85q\0h\0h\0\x86q\1h\1h\1\x86."),
+        "a tuple of more than 256 parts": archive(tmp_path / "d.pt", b"\x80\2)" + 300 * b"\x85" + b"."),
+        "takes 0 positional arguments": archive(tmp_path / "g.pt", LONG),
         "without data.pkl": archive(tmp_path / "e.pt", b"", b"").rename(tmp_path / "e2.pt"),
     }
     with zipfile.ZipFile(tmp_path / "e2.pt", "w") as out:
@@ -81,6 +87,38 @@ def test_an_archive_with_two_lists_of_members(tmp_path):
         assert len(seen.infolist()) == 3
     with pytest.raises(ValueError, match="two beginnings"):
         check_archive(torn)
+
+
+def test_a_large_archive_with_two_ends(tmp_path, monkeypatch):
+    """torch reads the record that the locator leads to; Python the one before the locator."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
+    path = archive(tmp_path / "a.pt", storage(2), bytes(8))
+    check_archive(path)
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"PK\6\7")
+    content[at + 8 : at + 16] = struct.pack("<Q", 0)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="two ends"):
+        check_archive(path)
+
+
+def test_a_locator_where_no_large_archive_has_one(tmp_path):
+    """What stands before the end may be a comment on the last member: torch follows it, Python does not."""
+    path = archive(tmp_path / "a.pt", storage(2), bytes(8))
+    with zipfile.ZipFile(path, "a") as out:
+        member = zipfile.ZipInfo("w/last")
+        member.comment = struct.pack("<4sLQL", b"PK\6\7", 0, 0, 1)
+        out.writestr(member, b"")
+    with pytest.raises(ValueError, match="two ends"):
+        check_archive(path)
+
+
+def test_weights_whose_dict_has_words_of_a_stranger(tmp_path):
+    """A pickle sets attributes of an OrderedDict: `keys` of it would be no method."""
+    state = b"}X\4\0\0\0keysX\1\0\0\0xsb."
+    archive(tmp_path / "a.pt", b"\x80\2ccollections\nOrderedDict\n)R" + state)
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_weights(torch.nn.Linear(2, 2), str(tmp_path / "a.pt"))
 
 
 @pytest.mark.parametrize("other", ["w/data.pkl", "v/data.pkl", "w/DATA.pkl"])

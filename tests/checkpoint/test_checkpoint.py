@@ -118,10 +118,10 @@ def test_a_checkpoint_says_where_it_stands(tiny):
 def test_checkpoints_of_another_format_are_refused(tiny):
     argv = tiny_flags(tiny, *FLAGS, "--keep_checkpoints=1")
     file = run_here(argv) / "checkpoints/00000006-validated/info.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 4}))
     with pytest.raises(ValueError, match="no checkpoint of .* can be read"):
         run_here([*argv, "--resume", "auto"])
-    assert "has format 3, and this code reads 2" in (run_folder(argv) / "out.log").read_text()
+    assert "has format 4, and this code reads 3" in (run_folder(argv) / "out.log").read_text()
 
 
 def test_no_checkpoints_if_none_are_asked_for(tiny):

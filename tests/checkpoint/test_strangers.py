@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,11 +17,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from tests.helpers import Evil, run_folder, run_here, tiny_flags
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.__main__ import main as checkpoint_main
-from utils.checkpoint.info import Unreadable, read_info, write_info
+from utils.checkpoint.info import CHECKSUM, METADATA_CHECKSUM, Unreadable, _checksum, read_info, write_info
 from utils.checkpoint.weights import load_tensors, read_weights
 from utils.checksum import checksum
 
 TENSOR = "model.pos_embed"
+# Pickles: tuples of two of the tuple before, which as a key would be hashed for ever; a million, each in the next,
+# which would take all the stack; many objects of one long list.
+DOUBLED = b"\x80\4}K\1\x85\x94" + b"".join(b"h%ch%c\x86\x80\4\x94" % (i, i) for i in range(40)) + b"Ns."
+NESTED = b"\x80\4})" + 10**6 * b"\x85" + b"Ns."
+LONG = b"\x80\4](" + 1000 * b"K\1" + b"e\x94\x8c\5torch\x8c\4Size\x93h\0\x85R."
 FLAGS = ("--num_iters=2", "--keep_checkpoints=1")
 
 
@@ -209,11 +215,13 @@ def test_an_info_that_is_nested_without_end(newest):
     "content, found",
     [
         (b"\x80\4Nr\0\0\0\x08.", "LONG_BINPUT"),
-        (b"\x80\4K\1\x85\x94h\0h\0\x86\x94h\1h\1\x86.", "names a tuple twice"),
+        (DOUBLED, "a tuple of more than 256 parts"), (NESTED, "a tuple of more than 256 parts"),
+        (b"\x80\4\x85.", "runs dry"), (b"\x80\4N(\x85.", "runs dry"), (b"\x80\4h\0.", "out of range"),
+        (LONG, "a tensor of 1000 dimensions"),
         (b"\x80\4)\x91.", "FROZENSET"),
         (b"junk", "not enough data in stream"),
     ],
-)
+)  # fmt: skip
 def test_descriptions_that_grow(newest, content, found):
     (newest / ".metadata").write_bytes(content)
     with pytest.raises(Unreadable, match=found):
@@ -285,15 +293,21 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tiny):
     assert "Resumed after 2 iterations" in log
 
 
-def test_checkpoints_without_checksums_are_read(newest, tiny):
-    """Those of version 0.1.0."""
+@pytest.mark.parametrize("format", [1, 2])
+def test_checkpoints_with_no_checksums_or_with_others_are_read(newest, tiny, format):
+    """Those of version 0.1.0, and those that came after it."""
     own, weights = described(newest), read_weights(newest)
     for place in own.storage_data.values():
-        del place.checksum
+        del place.digest
+        if format == 2:
+            place.checksum = 1
     write(newest, own)
     info = json.loads((newest / "info.json").read_text())
-    told = {name: x for name, x in info.items() if not name.startswith("checksum")}
-    (newest / "info.json").write_text(json.dumps({**told, "format": 1}))
+    told = {name: x for name, x in info.items() if not name.startswith("checksum")} | {"format": format}
+    if format == 2:
+        told |= {METADATA_CHECKSUM: 1}
+        told[CHECKSUM] = _checksum(told)
+    (newest / "info.json").write_text(json.dumps(told))
     assert all(torch.equal(x, weights[name]) for name, x in read_weights(newest).items())
 
 
@@ -321,3 +335,22 @@ def test_a_checksum_tells_each_bit_and_the_length(tmp_path, size):
     with pytest.raises(EOFError):
         checksum(path, 0, size + 2)
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_a_checksum_tells_bits_that_change_together(tmp_path, bit):
+    """Two, four or all words of a page whose bit is stuck at one; two words that change against each other."""
+    path, page = tmp_path / "x", np.random.default_rng(bit).integers(0, 2**62, 512, np.uint64) * np.uint64(2)
+    mask = np.uint64(1 << bit)
+    page[:16] &= ~mask
+    path.write_bytes(page)
+    found = checksum(path)
+    for count in (2, 4, 8, 16, 512):
+        path.write_bytes(page | np.where(np.arange(512) < count, mask, np.uint64(0)))
+        assert checksum(path) != found
+    page[0] |= mask
+    path.write_bytes(page)
+    found = checksum(path)
+    page[:2] ^= mask
+    path.write_bytes(page)
+    assert checksum(path) != found

@@ -286,3 +286,13 @@ def test_the_wait_for_data_is_recorded(tiny):
     waits = [line["data_wait_frac"] for line in records(run_here(argv), "epoch")]
     assert len(waits) == 2 and all(0 <= wait < 1 for wait in waits)
     assert np.isfinite(waits).all()
+
+
+def test_the_folder_that_one_stands_in_runs_nothing(tmp_path, monkeypatch):
+    """Where it has a file named as a module of Python is."""
+    folder = write_data(tmp_path / "data", compression="gzip")
+    for name in ("signal", "h5py", "utils"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert read(weather(folder, "--num_data_workers", "1").train_loader)
+    assert not (tmp_path / "ran").exists()

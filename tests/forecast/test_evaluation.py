@@ -403,6 +403,14 @@ def test_a_climatology_that_does_not_fit(trained, tmp_path):
         assert remedy in refused(flags(trained, "--climatology", str(tmp_path / f"{name}.nc")))
 
 
+@pytest.mark.parametrize("hours", [["0", "6", "12", "18"], np.arange(4) * np.timedelta64(6, "h")])
+def test_a_climatology_whose_hours_are_no_numbers(trained, tmp_path, hours):
+    usual = write_climatology(trained, tmp_path / "good.nc")
+    usual.assign_coords(hour=hours).to_netcdf(tmp_path / "odd.nc")
+    argv = flags(trained, "--climatology", str(tmp_path / "odd.nc"))
+    assert "has an hour that is no number: it takes 0 to 23" in refused(argv)
+
+
 def test_a_climatology_that_cannot_be_read_to_its_end(trained, tmp_path):
     usual = write_climatology(trained, tmp_path / "good.nc")
     usual.to_zarr(tmp_path / "broken.zarr", zarr_format=2)

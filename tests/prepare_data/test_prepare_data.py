@@ -363,7 +363,8 @@ def test_what_is_no_fault_of_the_data_keeps_what_is_done(tmp_path, interrupted, 
     assert main(interrupted) == 0 and "1 file(s) are complete" in capsys.readouterr().out
 
 
-def test_a_file_that_is_gone_is_made_anew(tmp_path, interrupted, monkeypatch, capsys):
+@pytest.mark.parametrize("what", ["a file that is gone", "sums that are damaged", "a note of another kind"])
+def test_what_is_gone_or_damaged_is_made_anew(tmp_path, interrupted, monkeypatch, capsys, what):
     original = prepare_data.Archive.read
     with monkeypatch.context() as patch:
         patch.setattr(prepare_data.Archive, "read", lambda a, i, *more: stop() if i >= 1000 else original(a, i, *more))
@@ -372,7 +373,16 @@ def test_a_file_that_is_gone_is_made_anew(tmp_path, interrupted, monkeypatch, ca
             raise KeyboardInterrupt
 
         assert main(interrupted) == 130
-    (tmp_path / ".out-unfinished/new/train/2000.h5").unlink()
+    unfinished = tmp_path / ".out-unfinished"
+    if what == "a file that is gone":
+        (unfinished / "new/train/2000.h5").unlink()
+    elif what == "a note of another kind":
+        (unfinished / "state.json").write_text("[]")
+    else:
+        (sums,) = unfinished.glob("sums-*.npz")
+        content = bytearray(sums.read_bytes())
+        content[len(content) // 3] ^= 1
+        sums.write_bytes(content)
     assert main(interrupted) == 0
     assert "is damaged" in capsys.readouterr().out and len(list((tmp_path / "out/train").iterdir())) == 3
 

@@ -14,10 +14,11 @@ import pytest
 import xarray
 import zarr
 
-from tests.helpers import Evil
+from tests.helpers import Evil, fields, write_file
 from utils.prepare_data import stored
 from utils.prepare_data.archive import Archive
 from utils.prepare_data.archive_file import open_archive, pieces_in
+from utils.prepare_data.prepare import main as prepare
 
 
 def test_a_zarr_folder_runs_nothing(tmp_path):
@@ -122,6 +123,101 @@ def test_a_grib_file_that_ends_within_a_message(tmp_path, cut, edition):
     os.truncate(tmp_path / "a.grib", os.path.getsize(tmp_path / "a.grib") - cut)
     with pytest.raises(ValueError, match=r"a\.grib ends within a message: copy it again"):
         open_archive(str(tmp_path / "a.grib"))
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+@pytest.mark.parametrize("message", [0, 1, 2])
+@pytest.mark.parametrize("padding", [0, 8])
+def test_a_message_whose_mark_is_damaged(tmp_path, message, edition, padding):
+    """cfgrib would leave it out, and a forecast from the last date would start a day before."""
+    path = tmp_path / "a.grib"
+    write_grib(path, edition=edition)
+    content = path.read_bytes().split(b"7777GRIB")
+    content = (b"7777" + bytes(padding) + b"GRIB").join(content) + bytes(padding)
+    path.write_bytes(content)
+    assert [*open_archive(str(path))[0].t2m.shape] == [3, 9, 16]
+    at = -1
+    for _ in range(message + 1):
+        at = content.index(b"GRIB", at + 1)
+    path.write_bytes(content[:at] + b"GRIC" + content[at + 4 :])
+    with pytest.raises(ValueError, match=r"a\.grib has a message whose beginning is damaged, at byte [\d,]+: copy it"):
+        open_archive(str(path))
+
+
+@pytest.mark.parametrize("kind", ["classic", "GRIB"])
+def test_a_file_of_two_formats(tmp_path, monkeypatch, kind):
+    """It is looked at by the format in which it is read: HDF5 may begin after what is something else."""
+    if kind == "classic":
+        path = tmp_path / "a.nc"
+        write_classic(path, CLASSIC[0], False, "f4")
+        path.write_bytes(path.read_bytes()[:-8])
+    else:
+        path = tmp_path / "a.grib"
+        write_grib(path)
+        os.truncate(path, os.path.getsize(path) - 8)
+    start = 512
+    while start < os.path.getsize(path):
+        start *= 2
+    with path.open("ab") as file:
+        file.write(bytes(start - os.path.getsize(path)))
+    (tmp_path / "empty").touch()
+    with h5py.File(tmp_path / "b.h5", "w", userblock_size=start):
+        pass
+    with path.open("ab") as file:
+        file.write((tmp_path / "b.h5").read_bytes()[start:])
+    assert h5py.is_hdf5(path)
+    monkeypatch.setattr(stored, "check_links", lambda file: pytest.fail("it was looked at as HDF5"))
+    try:
+        open_archive(str(path))
+    except ValueError as error:
+        assert path.name in str(error)
+
+
+@pytest.mark.parametrize("kind", ["i1", "u1", "i2", "i4", "f4"])
+def test_steps_that_other_variables_have(tmp_path, kind):
+    """NetCDF gives out its own fill value for them: of whole numbers a value like any other."""
+    path = str(tmp_path / "a.nc")
+    globe().to_netcdf(path, unlimited_dims=["time"])
+    with netCDF4.Dataset(path, "a") as file:
+        packed = file.createVariable("x", kind, file["t2m"].dimensions, chunksizes=(1, 9, 16))
+        packed.setncatts({"scale_factor": 0.01, "add_offset": 280.0})
+        packed.set_auto_maskandscale(False)
+        packed[:8] = np.ones((8, 9, 16), kind)
+    assert Archive.open([path], ["t2m"]).channels
+    with pytest.raises(ValueError, match=r"a\.nc holds \[8, 9, 16\] of \[10, 9, 16\] values of x: copy it again"):
+        Archive.open([path], ["x"])
+
+
+def test_levels_that_change_from_place_to_place(tmp_path):
+    """As heights do, where the ground is a level. Nobody asks for all of them before it is said."""
+    data = globe()
+    data["level"] = data.t2m.dims, np.ones(data.t2m.shape)
+    data.set_coords("level").to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(ValueError, match="t2m has levels that change along time, latitude, longitude: bring them to"):
+        Archive.open([str(tmp_path / "a.nc")])
+
+
+def test_a_variable_named_level(tmp_path):
+    """Beside levels, which are renamed to that."""
+    axes = globe().t2m.dims
+    data = globe().expand_dims(plev=[500.0])
+    data["level"] = axes, np.full(data.t2m.shape[1:], 2, "f4")
+    data.to_netcdf(tmp_path / "a.nc")
+    found = Archive.open([str(tmp_path / "a.nc")], ["level"])
+    assert next(found.read(0, 10))[1].min() == 2
+
+
+@pytest.mark.parametrize("text", ["u\x1b[2J", "u\nOK: no faults"])
+def test_names_and_units_that_write_to_a_terminal(tmp_path, capsys, text):
+    data = globe()
+    data.t2m.attrs["units"] = text
+    data.to_netcdf(tmp_path / "a.nc")
+    assert prepare([str(tmp_path / "a.nc"), "--out", str(tmp_path / "out")]) == 2
+    write_file(tmp_path / "train/2000.h5", fields(4, 2, 9, 16), names=[text, "v"])
+    assert prepare(["check", str(tmp_path / "train")]) == 2
+    said = capsys.readouterr()
+    assert "OK: no faults" not in said.out.splitlines() and "\x1b" not in said.out + said.err
+    assert len(said.err.splitlines()) == 2
 
 
 def test_fields_too_large_for_any_grid(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from utils.config.settings import Config
 from utils.reading import LARGEST_NUMBER, read_json
 from utils.run.folder import make_run_folder
 
+METRICS = "metrics.jsonl"
 FLAGS = ("--num_iters=6", "--checkpoint_every=2", "--keep_checkpoints=9")
 OUT = "is a link to .*, out of its folder: put there what it leads to, or, if you trust the folder, set LINKED_FILES=1"
 PIPE = "is no file, but a pipe, a socket or a device"
@@ -205,6 +206,30 @@ def test_a_model_json_that_no_export_writes(exported, change):
     with pytest.raises(ValueError, match=r"model\.json|has the format 'a\\nb'") as error:
         forecast.load(str(exported))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"valid_loss": None}, {"valid_loss": 10**400}, {"valid_rmse": "x"}, {"valid_rmse": {}},
+        {"valid_rmse": {"u": None}}, {"persistence_rmse": []}, {"persistence_rmse": {"u": "x"}},
+    ],
+)  # fmt: skip
+def test_a_validation_that_is_none(data, tmp_path, change):
+    """Of a run that broke down, or of a stranger: the card does not tell of it."""
+    run = shutil.copytree(run_folder(tiny_flags(data)), tmp_path / "run")
+    assert checkpoint_main(["export", str(run), str(tmp_path / "before")]) == 0
+    assert "One step ahead" in (tmp_path / "before/README.md").read_text()
+    lines = [event | change if event["event"] == "epoch" else event for event in files.read_events(run / METRICS)]
+    (run / METRICS).write_text("".join(map(files.to_line, lines)))
+    assert checkpoint_main(["export", str(run), str(tmp_path / "after")]) == 0
+    assert "One step ahead" not in (tmp_path / "after/README.md").read_text()
+
+
+def test_records_larger_than_any_run_writes(data, foreign):
+    os.truncate(foreign / METRICS, files.LARGEST_RECORDS + 1)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has 2,147,483,649 bytes: no such file has more than 2,147"):
+        resume(data, foreign)
 
 
 @pytest.mark.parametrize("name", ["../../x", "a/b", "a\n2026-01-01 INFO forged", "x" * 200, "\x1b[2J"])

@@ -1,15 +1,19 @@
 """Ranks that should hold the same weights: a flipped bit on one of them is found, and that rank is named."""
 
+import os
 import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import train
 import train_mp
+from distributed.helpers import sum_in_order
 from tests.helpers import losses, run_folder, run_here, run_ranks, tiny_flags
 from tests.marks import at_night
 from utils.checkpoint import store as checkpoint
@@ -25,6 +29,9 @@ GRIDS = {
     "tp 2 x dp 2": ("train_mp", "2MP", ["--tensor_parallel=2"], 3, [1]),
     "cp 4": ("train_mp", "4MP", ["--context_parallel=4"], 1, [0, 2, 3]),
 }
+IN_ORDER = {f"tp 4 x dp 2{also}": ["--tensor_parallel=4", *flags] for also, flags in {
+    "": [], ", clipped": ["--clip_grad_norm=1e-3"], ", plain": ["--no_sequence_parallel", "--clip_grad_norm=1e-3"],
+}.items()}  # fmt: skip
 
 
 @dataclass
@@ -79,6 +86,43 @@ def test_a_flipped_bit_on_one_rank_is_found_and_named(tiny, grid):
         first, second = sorted([*others, wrong])
         assert re.search(rf"rank {first} on \S+, rank {second} on \S+ differ", said)
         assert "one of them computed wrongly" in said
+
+
+def trained_on_two_nodes(argv: list[str]) -> None:
+    """Train on one of eight ranks, the last four of which add up in another order, as another node may."""
+    add_up, further = dist.all_reduce, int(os.environ["RANK"]) >= 4
+
+    def all_reduce(x: torch.Tensor, *args: object, **options: object) -> object:
+        done = add_up(x, *args, **options)
+        if further and x.is_floating_point() and "group" in options and options["group"].size() == 4:
+            x.mul_(1 + 2**-22)
+        return done
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        trained("train_mp", argv, [])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("grid", IN_ORDER)
+def test_sums_over_tensor_parallel_ranks_have_the_same_bits_on_each_node(tiny, grid):
+    """An all-reduce that adds up in another order there is no rank that computes wrongly."""
+    argv = tiny_flags(tiny, *FLAGS, *IN_ORDER[grid], "--num_heads=4", "--global_batch_size=2", "--verify_every=1")
+    for done in reversed(run_ranks(8, trained_on_two_nodes, argv)):
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+def summed(size: int) -> None:
+    dist.init_process_group("gloo")
+    x = torch.arange(size, dtype=torch.float64) + 100 * dist.get_rank()
+    found = sum_in_order(x, dist.group.WORLD)
+    assert found.tolist() == [3 * i + 300 for i in range(size)]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_sums_in_order(size):
+    for done in run_ranks(3, summed, size):
+        assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -25,33 +25,50 @@ STORAGES = {f"{kind}Storage": size for size, kinds in {
     16: "ComplexDouble",
 }.items() for kind in kinds.split()}  # fmt: skip
 OF_TORCH = OPERATIONS - {"STACK_GLOBAL", "NEWOBJ"} | {"GLOBAL", "BINPUT", "LONG_BINPUT", "BINPERSID"}
-TUPLES = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
-END, END64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q")  # records of a zip archive
-LOCATOR64 = 20  # bytes
+CHANGES = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}  # what lies below stays the same object
+# Of each operation: how many objects it takes from the stack, whether also all from a mark on, how many it leaves.
+TAKES = {
+    x.name: (*((len(x.stack_before), False) if pickletools.markobject not in x.stack_before
+               else (x.stack_before.index(pickletools.markobject), True)), len(x.stack_after))
+    for x in pickletools.opcodes
+}  # fmt: skip
+MOST_PARTS = 256
+# Records of a zip archive.
+END, END64, LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 
 
 def check_operations(content: bytes, allowed: set[str] = OPERATIONS) -> None:
     """Raise pickle.UnpicklingError for a pickle with other operations, or that grows when it is read.
 
-    A tuple is not named twice: tuples of tuples of the same tuple would take for ever to hash.
+    A tuple has few parts, and those of its parts count, too, as often as they stand in it: to hash tuples of tuples
+    of the same tuple would take for ever, and to hash a million of them, each in the next, more stack than there is.
     """
-    tuples, places, before = set(), 0, ""
+    stack: list[int] = []  # of each object how many parts have to be hashed with it
+    marks, memo = [0], []
     try:
         for operation, argument, _ in pickletools.genops(content):
             name = operation.name
             if name not in allowed:
                 raise pickle.UnpicklingError(f"it has the operation {name}, which no pickle of ours does")
-            if name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
-                place = places if name == "MEMOIZE" else argument
-                if place > places:
+            if name == "MARK":
+                marks.append(len(stack))
+            elif name in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[argument])
+            elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+                place = len(memo) if name == "MEMOIZE" else argument
+                if place > len(memo):
                     raise pickle.UnpicklingError("its memo has holes")
-                places = max(places, place + 1)
-                if before in TUPLES - {"EMPTY_TUPLE"}:
-                    tuples.add(place)
-            elif name in ("BINGET", "LONG_BINGET") and argument in tuples:
-                raise pickle.UnpicklingError("it names a tuple twice")
-            before = name
-    except ValueError as error:  # of genops
+                memo[place : place + 1] = [stack[-1]]
+            else:
+                count, is_marked, left = TAKES[name]
+                first = (marks.pop() if is_marked else len(stack)) - count
+                if first < marks[-1]:
+                    raise pickle.UnpicklingError("its stack runs dry")
+                parts = stack[first:]
+                stack[first:] = [parts[0] if name in CHANGES else 1 + sum(parts)] * left
+                if stack and stack[-1] > MOST_PARTS:
+                    raise pickle.UnpicklingError(f"it has a tuple of more than {MOST_PARTS} parts")
+    except (ValueError, IndexError) as error:  # of genops; of a memo, or a stack, that has less
         raise pickle.UnpicklingError(str(error)) from None
 
 
@@ -64,7 +81,7 @@ class _Look(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return lambda: collections.OrderedDict()  # empty: many of one long list would fill the memory
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
             return lambda *_: None
         if module == "torch" and name in STORAGES:
@@ -106,12 +123,14 @@ def _check_end(stream: BinaryIO, total: int) -> None:
     if len(found) < END.size or not found.startswith(mark):
         raise ValueError("an archive with something behind its end")
     *_, size, start, _ = END.unpack(found)
-    before = at - LOCATOR64 - END64.size
+    before = at - LOCATOR64.size - END64.size
     if before >= 0:
         stream.seek(before)
         *head, size64, start64 = END64.unpack(stream.read(END64.size))
-        if head[0] == b"PK\6\6":
-            if start64 + size64 != before or (start not in (start64, 2**32 - 1)):
+        locator, _, place, _ = LOCATOR64.unpack(stream.read(LOCATOR64.size))
+        marks = head[0] == b"PK\6\6", locator == b"PK\6\7"
+        if any(marks):
+            if not all(marks) or not place == before == start64 + size64 or start not in (start64, 2**32 - 1):
                 raise ValueError("an archive with two ends")
             return
     if start + size != at:

@@ -12,7 +12,7 @@ from utils.checksum import checksum
 from utils.files import patiently, write_text
 from utils.reading import holds, is_count, is_finite, is_flag, is_number, is_text, list_of, read_json
 
-FORMAT = 2  # 1, of version 0.1.0, had no checksums
+FORMAT = 3  # 1, of version 0.1.0, had no checksums; those of tensors were others in 2, and are passed over
 INFO = "info.json"
 CHECKSUM, METADATA_CHECKSUM = "checksum of this file", f"checksum of {METADATA}"
 
@@ -82,9 +82,9 @@ def _read_info(folder: Path) -> dict[str, Any]:
         found = _checksum(info)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(f"{folder} is not complete ({type(error).__name__} in {INFO})") from None
-    if format not in (1, FORMAT):
+    if format not in range(1, FORMAT + 1):
         raise Unreadable(f"{folder} has format {format!r}, and this code reads {FORMAT}")
-    if format == FORMAT and known != found:
+    if format > 1 and known != found:
         raise Unreadable(f"{folder / INFO} has another checksum than when it was written")
     info.setdefault("written", folder.stat().st_mtime)  # seconds since 1970; the first format did not say
     for name in ("stacked", "valid_samples"):  # they did not always say

@@ -46,7 +46,7 @@ class Writer(dcp.FileSystemWriter):
             paths = {Path(self.path, place.relative_path) for place in places}
             on_disk = [pool.submit(to_disk, path) for path in paths]
             for place in places:
-                place.checksum = checksum(Path(self.path, place.relative_path), place.offset, place.length)
+                place.digest = checksum(Path(self.path, place.relative_path), place.offset, place.length)
             for future in on_disk:
                 future.result()
         return written
@@ -91,8 +91,8 @@ class Reader(dcp.FileSystemReader):
         return super().read_data(plan, planner)
 
     def _check(self, name: str, place: _StorageInfo) -> None:
-        path, known = Path(self.path, place.relative_path), getattr(place, "checksum", None)
-        if known is not None and checksum(path, place.offset, place.length) != known:  # the first format had none
+        path, known = Path(self.path, place.relative_path), getattr(place, "digest", None)
+        if known is not None and checksum(path, place.offset, place.length) != known:  # older formats had none
             raise ValueError(f"{name} in {path.name} has another checksum than when it was written")
         with path.open("rb") as file:
             file.seek(place.offset)
@@ -135,12 +135,18 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in RECORDS:
             return _Record
         if (module, name) == ("torch", "Size"):
-            return torch.Size
+            return _few
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name in WITHOUT_USE:
             return lambda *_: None
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint of ours does")
+
+
+def _few(sizes: Any) -> torch.Size:
+    if len(sizes) > MOST_DIMS:
+        raise pickle.UnpicklingError(f"it has a tensor of {len(sizes)} dimensions")
+    return torch.Size(sizes)
 
 
 def unpickled(content: bytes) -> Any:
@@ -218,5 +224,5 @@ def _place(state: dict[str, Any], sizes: dict[str, int]) -> _StorageInfo:
     if offset + length > sizes[path]:
         raise ValueError(f"{path} has {sizes[path]:,} bytes, and a slice ends after {offset + length:,}")
     place = _StorageInfo(path, offset, length)
-    place.checksum = state.get("checksum")
+    place.digest = state.get("digest")
     return place

@@ -91,6 +91,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     load = _safetensors().load_file if path.suffix == SAFE else _load
     try:
         weights = load(path)
+        weights = dict(weights) if isinstance(weights, dict) else weights  # not one with words of a stranger for `keys`
         if isinstance(weights, dict) and not all(isinstance(x, Tensor) for x in weights.values()):
             raise TypeError
         return weights

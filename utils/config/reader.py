@@ -194,8 +194,11 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         """Raise YAMLError where aliases unfold to more than any configuration has: few lines can make billions."""
+        is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         if id(node) not in self.sizes:
+            if is_alias:
+                raise yaml.YAMLError("an alias stands in what it names: write it out")
             parts = [x for pair in node.value for x in pair] if isinstance(node, yaml.MappingNode) else node.value
             parts = parts if isinstance(parts, list) else []
             self.sizes[id(node)] = 1 + sum(self.sizes.get(id(part), MOST_VALUES) for part in parts)

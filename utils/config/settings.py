@@ -186,10 +186,15 @@ class Keys:
     limit_nsamples_val: int | None = key(None, "validate on the first samples only", "run", at_least=1)
     data_loader_config: str = key("pytorch", "data loader", "run", choices=("pytorch", "dali"))
     num_data_workers: int = key(
-        0, "readers that read ahead; 0 reads inside the loop", "evaluation", at_least=0, same_forecast=True
+        0, "readers that read ahead; 0 reads inside the loop", "evaluation", at_least=0, at_most=256, same_forecast=True
     )
     read_depth: int | None = key(
-        None, "reads at once, contiguous files (num_data_workers)", "evaluation", at_least=1, same_forecast=True
+        None,
+        "reads at once, contiguous files (num_data_workers)",
+        "evaluation",
+        at_least=1,
+        at_most=4096,
+        same_forecast=True,
     )
     stage_dir: str | None = key(None, "folder in the node to copy the files to before training", "run")
 

@@ -231,11 +231,11 @@ def _read_head(path: Path, look_through: bool) -> Files:
                     f"{path} holds fields of {fields.dtype} {list(fields.shape)}: "
                     f"they must be float32 or float16, [time, channel, lat, lon]"
                 )
-            if look_through:
-                check_whole(path, fields)
             length, *shape = fields.shape
             if max(fields.shape) > LONGEST_AXIS:
                 raise ValueError(f"{path} has fields {list(fields.shape)}: no axis is longer than {LONGEST_AXIS:,}")
+            if look_through:
+                check_whole(path, fields)
 
             def labels(name: str) -> tuple[str, ...] | None:
                 if name not in fields.attrs:

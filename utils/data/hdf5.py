@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
-import numpy as np
 
 from utils.reading import LINKED_FILES, may_link
 
 LARGEST_CHUNK = 2**30  # bytes: it is decompressed as a whole
+MOST_PAIRS = 10**6  # of parts of a virtual dataset that hold the same steps: some ten seconds
 
 
 def check_links(file: h5py.File) -> None:
     """Raise ValueError where an HDF5 file takes values from a file that is not there, or out of its folder."""
-    folder = Path(os.path.abspath(file.filename)).resolve().parent
+    folder = Path(file.filename).resolve().parent
     for name, source in _sources(file, set()):
         if not os.path.isfile(source):  # also where it may not be asked
             raise ValueError(f"{file.filename}: {name} lies in {source}, which is not there: copy it beside, too")
@@ -39,9 +39,12 @@ def is_linked(path: str | Path) -> bool:
 
 
 def _sources(file: h5py.File, seen: set[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield each object of a file that lies in another one, with that one; and so on, through these."""
-    path, found = Path(os.path.abspath(file.filename)), []
-    seen.add(path.resolve())
+    """Yield each object of a file that lies in another one, with that one; and so on, through these.
+
+    What a file names lies where its own name leads: one file has other sources by a link in another folder.
+    """
+    path, found = Path.cwd() / file.filename, []
+    seen.add(path.parent.resolve() / path.name)
     for name, item in items(file):
         if isinstance(item, h5py.ExternalLink):
             found.append((name, item.filename))
@@ -56,7 +59,8 @@ def _sources(file: h5py.File, seen: set[Path]) -> Iterator[tuple[str, Path]]:
         source = path if other == "." else path.parent / other  # `..` behind a link leads on from where that leads
         if source.resolve() != path.resolve():
             yield name, source
-        if source.resolve() not in seen and os.path.isfile(source) and h5py.is_hdf5(source):
+        known = source.parent.resolve() / source.name in seen
+        if not known and os.path.isfile(source) and h5py.is_hdf5(source):
             with h5py.File(source, "r", locking=False) as another:
                 yield from _sources(another, seen)
 
@@ -124,28 +128,42 @@ def _check_mapped(path: str | Path, dataset: h5py.Dataset) -> None:
             check_whole(other, file[name])
 
 
-def _taken(space: h5py.h5s.SpaceID) -> list[np.ndarray]:
+def _taken(space: h5py.h5s.SpaceID) -> list[range]:
     """Return the indices that a selection takes along each axis. Raises ValueError where it is no product of such."""
     if space.get_select_type() == h5py.h5s.SEL_ALL:
-        return [np.arange(size) for size in space.shape]
-    if not space.is_regular_hyperslab():
+        return [range(size) for size in space.shape]
+    slabs = [*zip(*space.get_regular_hyperslab())] if space.is_regular_hyperslab() else []
+    if not slabs or any(1 < block < stride and count > 1 for _, stride, count, block in slabs):
         raise ValueError("a virtual dataset is put together of irregular parts: map boxes")
     return [
-        (start + stride * np.arange(count)[:, None] + np.arange(block)).ravel()
-        for start, stride, count, block in zip(*space.get_regular_hyperslab())
+        range(start, start + stride * count, stride) if block == 1 else range(start, start + count * block)
+        for start, stride, count, block in slabs
     ]
 
 
-def _overlap(parts: list[list[np.ndarray]]) -> bool:
-    """Do some parts of a dataset, the indices of each along each axis, share an element?"""
+def _overlap(parts: list[list[range]]) -> bool:
+    """Do some parts of a dataset, the indices of each along each axis, share an element? Raises ValueError for many."""
+    pairs = 0
     parts = sorted((part for part in parts if all(map(len, part))), key=lambda part: part[0][0])
     for i, part in enumerate(parts):
         for other in parts[i + 1 :]:
             if other[0][0] > part[0][-1]:
                 break
-            axes = list(zip(part, other))
-            if all(a[0] <= b[-1] and b[0] <= a[-1] for a, b in axes) and all(
-                len(np.intersect1d(*pair)) for pair in axes
-            ):
+            pairs += 1
+            if pairs > MOST_PAIRS:
+                raise ValueError("a virtual dataset is put together of very many parts: map files of whole time steps")
+            if all(map(_meet, part, other)):
                 return True
     return False
+
+
+def _meet(a: range, b: range) -> bool:
+    """Do two ranges share a number? By the Chinese remainder theorem."""
+    common = math.gcd(a.step, b.step)
+    if (b.start - a.start) % common:
+        return False
+    step = b.step // common
+    first = a.start + a.step * ((b.start - a.start) // common * pow(a.step // common, -1, step) % step)  # of a, and b's
+    period = a.step * step
+    first += max(-(-(b.start - first) // period), 0) * period
+    return first <= min(a[-1], b[-1])

@@ -19,7 +19,7 @@ from utils.data.ring import BatchRing
 from utils.errors import ReadError
 
 ROOT = Path(__file__).resolve().parents[2]
-# This project's `utils`, whatever the folder holds that the run was started in.
+# This project's `utils`, and with -P the library's `signal`, whatever the folder holds that the run was started in.
 START = "import sys; sys.path.insert(0, sys.argv[1]); from utils.data import read_worker as w; w.main(*sys.argv[2:])"
 
 
@@ -42,7 +42,7 @@ class ReaderProcess:
     def _start(child: Connection, fd: int) -> subprocess.Popen:
         with child:
             return subprocess.Popen(
-                [sys.executable, "-c", START, str(ROOT), str(child.fileno()), str(fd)],
+                [sys.executable, "-P", "-c", START, str(ROOT), str(child.fileno()), str(fd)],
                 pass_fds=(child.fileno(), fd),
                 stdin=subprocess.DEVNULL,
                 env={

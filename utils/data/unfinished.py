@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from utils.data.writer import DatasetWriter
 from utils.files import lock, write_text
 
@@ -21,11 +23,13 @@ class Unfinished:
         self.known = self._known()
 
     def _known(self) -> dict:
-        """Return what an earlier run noted, if the files that it names are there."""
+        """Return what an earlier run noted, if the files that it names are there, and its sums can be read."""
         try:
             known = json.loads(self.state.read_text())
+            with np.load(self.folder / known["sums"]) as sums:
+                _ = [sums[name] for name in sums.files]  # each has a checksum
             return known if all((self.new / f"{name}.h5").exists() for name in known["done"]) else {}
-        except (OSError, ValueError, KeyError):
+        except Exception:  # of JSON, of NumPy, of archives: it was not left so
             return {}
 
     def begin(self, size: int, remedy: str) -> None:

@@ -55,6 +55,9 @@ class Climatology:
         datasets = open_archive(path)
         dataset = datasets[0]
         axes = {"dayofyear", "latitude", "longitude"} | ({"hour"} & set(dataset.dims))
+        for axis in axes & {"hour"}:
+            if dataset[axis].dtype.kind not in "iuf":
+                raise ValueError(f"{path} has an hour that is no number: it takes 0 to 23")
         for name, units in zip(fields.out_names, fields.units):
             if (
                 len(datasets) > 1

@@ -294,13 +294,25 @@ def _about(folder: Path, info: dict[str, Any], files: Files, fields: Fields, ema
     }
 
 
+def _is_numbers(x: Any) -> bool:
+    """Does a dict hold a number for each name?"""
+    return isinstance(x, dict) and bool(x) and all(map(is_finite, x.values()))
+
+
+_is_validation = holds(
+    loss=is_finite, rmse=_is_numbers,
+    persistence=lambda x: isinstance(x, dict) and all(y is None or is_finite(y) for y in x.values()),
+)  # fmt: skip
+
+
 def _validation(folder: Path, iteration: int, ema: bool) -> dict[str, Any] | None:
-    """Return the scores of the validation at which a checkpoint was written; None where there was none."""
+    """Return the scores of the validation at which a checkpoint was written; None where there was none, in numbers."""
     path, kind = folder.parent.parent / "metrics.jsonl", "_ema" if ema else ""
+    keys = {"loss": f"valid_loss{kind}", "rmse": f"valid_rmse{kind}", "persistence": "persistence_rmse"}
     for event in read_events(path) if path.exists() else ():
         if event["event"] == "epoch" and event["iteration"] == iteration:
-            found = {"loss": event[f"valid_loss{kind}"], "rmse": event[f"valid_rmse{kind}"]}
-            return found | {"persistence": event["persistence_rmse"]}
+            found = {name: event.get(key) for name, key in keys.items()}
+            return found if _is_validation(found) else None
     return None
 
 

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from utils.data.fields import check_names
 from utils.data.variables import LEVEL, NEAR_GROUND, synonyms
 from utils.prepare_data.archive_file import REGRID, Piece, pieces_in
 from utils.prepare_data.stored import check_stored
@@ -80,7 +81,8 @@ class Archive:
             Channel(name, units.get(key, ""), tuple(sorted(pieces[key], key=lambda piece: piece.times[0])[:most]))
             for name, key in named
         )
-        for path, name in sorted({(p.path, str(p.values.name)) for channel in found for p in channel.pieces}):
+        check_names([*names], [channel.units for channel in found])
+        for path, name in sorted({(p.path, key[0]) for channel, (_, key) in zip(found, named) for p in channel.pieces}):
             check_stored(path, name)
         for channel in found:
             first = channel.pieces[0]

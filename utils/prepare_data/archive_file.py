@@ -95,16 +95,20 @@ def _pieces_in(
     path: str, useless: dict[str, str], constants: bool
 ) -> Iterator[tuple[tuple[str, float | None], str, Piece]]:
     for dataset in open_archive(path):
-        dataset = dataset.rename(_axis_names(dataset))
+        renamed = _axis_names(dataset)
+        dataset, stored = dataset.rename(renamed), {new: old for old, new in renamed.items()}
         bounds = {dataset[name].attrs.get("bounds") for name in dataset.coords}
         for variable, values in dataset.data_vars.items():
-            name = str(variable)
+            name = str(stored.get(variable, variable))
             if variable in bounds or values.ndim < 2:
                 continue
             if not {"latitude", "longitude"} <= set(values.dims):
                 useless[name] = f"{path}: {name} has axes {', '.join(values.dims)}, no latitude and longitude: {REGRID}"
                 continue
             if not values.size:
+                continue
+            if "level" in values.coords and values.level.ndim > 1:
+                useless[name] = f"{path}: {name} has levels that change along {', '.join(values.level.dims)}: {REGRID}"
                 continue
             if values.sizes["latitude"] * values.sizes["longitude"] > LARGEST_FIELD:
                 useless[name] = f"{path}: {name} has {dict(values.sizes)} points: a field has at most {LARGEST_FIELD:,}"

@@ -6,6 +6,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
+from utils.data.fields import check_names
 from utils.data.files import Files, filters
 from utils.data.frames import FrameReader
 from utils.data.statistics import Statistics
@@ -63,6 +64,7 @@ def _check_files(name: str, files: Files) -> tuple[list[str], np.ndarray, np.nda
         for t in np.flatnonzero(np.diff(times) != step) if times is not None and step else ():
             print(f"    gap from {files.date(i, t)} to {files.date(i, t + 1)}: no sample will span it")
     names, warning = files.names(None)
+    check_names([*names], [*files.units])
     if warning:
         print(f"  note: {warning}")
     return _check_values(files, names)

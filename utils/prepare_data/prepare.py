@@ -31,6 +31,7 @@ from tqdm import tqdm
 from utils.data.unfinished import check_new, hidden
 from utils.data.variables import LARGEST, missing
 from utils.data.writer import LAYOUTS, DatasetWriter
+from utils.errors import one_line
 from utils.files import seen
 from utils.prepare_data.archive import Archive, date
 from utils.prepare_data.archive_file import REGRID
@@ -259,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         preparation = Preparation(**_arguments(argv))
         written = preparation.write()
     except (ValueError, OSError, MemoryError) as error:
-        reason = "memory ran out: lower --memory_gb" if isinstance(error, MemoryError) else error
+        reason = "memory ran out: lower --memory_gb" if isinstance(error, MemoryError) else one_line(str(error))
         goes_on = not isinstance(error, ValueError) and argv[:1] not in (["check"], ["stats"])
         kept = "" if not goes_on else "; the same command goes on after the last complete file"
         print(f"error: {reason}{kept}", file=sys.stderr)

@@ -9,6 +9,7 @@ Source of the layout of classic files: "The NetCDF Classic Format Specification"
 
 import contextlib
 import math
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,8 @@ from utils.data.hdf5 import LARGEST_CHUNK, check_links, check_whole
 from utils.errors import first_line
 from utils.reading import check_kind, check_own
 
-GRIB = (".grib", ".grb", ".grib2", ".grb2")
+GRIB, END_OF_MESSAGE = (".grib", ".grb", ".grib2", ".grb2"), b"7777"
+NEAR = 4096  # bytes before a message: what pads files is no longer
 LARGEST_AXIS = 2**24  # values
 LARGEST_AXES = 2**30  # bytes of all in a file
 LARGEST_FIELD = 2**28  # points: a grid of 0.016 degrees
@@ -63,19 +65,38 @@ def check_archive(path: str) -> None:
 def check_stored(path: str, name: str) -> None:
     """Raise ValueError where an HDF5 file holds a part of a variable only, and the rest would look like values.
 
-    What reads as missing passes: who takes it says so. In Zarr a chunk that is not there is one of the fill value, and
-    of zeros where there is none: zarr writes no such chunk, so a folder that was copied in part cannot be told from a
+    A variable may lack steps that others have along the same axis: NetCDF gives out a fill value for them. Chunks that
+    read as missing pass: who takes them says so. In Zarr a chunk that is not there is one of the fill value, and of
+    zeros where there is none: zarr writes no such chunk, so a folder that was copied in part cannot be told from a
     whole one. The other formats have no chunks.
     """
-    if Path(path).is_file() and h5py.is_hdf5(path):
-        with h5py.File(path, "r", locking=False) as file:
+    if _is_hdf5(path):
+        import netCDF4
+
+        with netCDF4.Dataset(path) as seen, h5py.File(path, "r", locking=False) as file:
             other = f"_nc4_non_coord_{name}"  # NetCDF's name for a variable that has that of an axis which it lacks
-            variable = file[other] if other in file else file[name]
+            variable, told = file[other] if other in file else file[name], seen[name].shape
+            if variable.shape != told:
+                raise ValueError(
+                    f"{path} holds {list(variable.shape)} of {list(told)} values of {name}: copy it again, or finish it"
+                )
             fill = variable.fillvalue
             said = [x for one in ("_FillValue", "missing_value") for x in np.ravel(variable.attrs.get(one, []))]
             is_missing = variable.dtype.kind in "iuf" and (fill != fill or any(x == fill for x in said))  # or NaN
             if variable.chunks is None or not is_missing:
                 check_whole(path, variable)
+
+
+def _is_hdf5(path: str) -> bool:
+    """Is a file read as HDF5? One may begin as another format, by which it is read then, and hold HDF5 further on."""
+    if Path(path).is_dir() or path.endswith(GRIB) or _is_classic(path):
+        return False
+    return h5py.is_hdf5(path)
+
+
+def _is_classic(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(3) == b"CDF"
 
 
 class _NotOpened(Exception):
@@ -99,7 +120,7 @@ def _arrays(path: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]
 
         found = _opened(zarr.open_group, path, mode="r").arrays()
         return [(name, array.shape, array.chunks, array.dtype.itemsize) for name, array in found]
-    if h5py.is_hdf5(path):
+    if _opened(_is_hdf5, path):
         with _opened(h5py.File, path, "r", locking=False) as file:
             check_links(file)
             arrays = [(name, item) for name, item in file.items() if isinstance(item, h5py.Dataset)]
@@ -109,22 +130,31 @@ def _arrays(path: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int]
         return []
     import netCDF4
 
-    with _opened(open, path, "rb") as file:
-        is_classic = file.read(3) == b"CDF"
-    if is_classic and (has := Path(path).stat().st_size) < (needs := _classic_bytes(path)):
+    if _is_classic(path) and (has := Path(path).stat().st_size) < (needs := _classic_bytes(path)):
         raise ValueError(f"{path} has {has:,} bytes of {needs:,}: copy it again")
     with _opened(netCDF4.Dataset, path) as file:
         return [(name, x.shape, (), np.dtype(x.dtype).itemsize) for name, x in file.variables.items()]
 
 
 def _check_messages(path: str) -> None:
-    """Raise ValueError where a message of a GRIB file has more points than any field, or is cut off."""
+    """Raise ValueError where a message of a GRIB file has more points than any field, is cut off, or is passed over.
+
+    Readers look for the next `GRIB`, and so pass over a message whose mark is damaged; its end, `7777`, stays.
+    """
     import eccodes
 
-    with _opened(open, path, "rb") as file:
+    with _opened(open, path, "rb") as file, open(path, "rb") as between:
+        end = 0
         try:
-            while (message := eccodes.codes_grib_new_from_file(file)) is not None:
-                points = 0
+            while True:
+                message, points = eccodes.codes_grib_new_from_file(file), 0
+                start = os.path.getsize(path) if message is None else eccodes.codes_get(message, "offset", int)
+                between.seek(max(end, start - NEAR))
+                if END_OF_MESSAGE in between.read(min(start - end, NEAR)):
+                    raise ValueError(f"{path} has a message whose beginning is damaged, at byte {end:,}: copy it again")
+                if message is None:
+                    return
+                end = start + eccodes.codes_get(message, "totalLength", int)
                 with contextlib.suppress(eccodes.KeyValueNotFoundError):  # it has no grid
                     points = eccodes.codes_get(message, "numberOfDataPoints")
                 eccodes.codes_release(message)

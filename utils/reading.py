@@ -70,15 +70,15 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is nested too deeply") from None
 
 
-def from_json(text: str, of: str = "a text") -> Any:
+def from_json(content: str, of: str = "a text") -> Any:
     """Return what a text of JSON says. Raises ValueError, and for huge numbers, and RecursionError."""
 
-    def number(digits: str) -> int:
-        if len(digits) > 20 or abs(int(digits)) >= LARGEST_NUMBER:
-            raise ValueError(f"{of} has a number of {len(digits)} digits")
-        return int(digits)
+    def number(text: str) -> int:
+        if len(text) > 20 or abs(int(text)) >= LARGEST_NUMBER:
+            raise ValueError(f"{of} has a number of {len(text)} digits")
+        return int(text)
 
-    return json.loads(text, parse_int=number)
+    return json.loads(content, parse_int=number)
 
 
 # What a value of JSON must be, for those who read it.

@@ -226,9 +226,10 @@ def test_a_validation_that_is_none(data, tmp_path, change):
     assert "One step ahead" not in (tmp_path / "after/README.md").read_text()
 
 
-def test_records_larger_than_any_run_writes(data, foreign):
-    os.truncate(foreign / METRICS, files.LARGEST_RECORDS + 1)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl has 2,147,483,649 bytes: no such file has more than 2,147"):
+def test_records_larger_than_any_run_writes(data, foreign, monkeypatch):
+    monkeypatch.setattr(files, "LARGEST_RECORDS", 10**6)
+    os.truncate(foreign / METRICS, 10**6 + 1)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl has 1,000,001 bytes: no such file has more than 1,000,000"):
         resume(data, foreign)
 
 

@@ -94,7 +94,7 @@ def is_number(x: Any) -> bool:
 
 
 def is_finite(x: Any) -> bool:
-    return is_number(x) and (abs(x) < LARGEST_NUMBER if isinstance(x, int) else math.isfinite(x))
+    return is_number(x) and math.isfinite(x)
 
 
 def is_flag(x: Any) -> bool:

@@ -339,18 +339,19 @@ def test_a_checksum_tells_each_bit_and_the_length(tmp_path, size):
 
 @pytest.mark.parametrize("bit", range(64))
 def test_a_checksum_tells_bits_that_change_together(tmp_path, bit):
-    """Two, four or all words of a page whose bit is stuck at one; two words that change against each other."""
-    path, page = tmp_path / "x", np.random.default_rng(bit).integers(0, 2**62, 512, np.uint64) * np.uint64(2)
-    mask = np.uint64(1 << bit)
-    page[:16] &= ~mask
-    path.write_bytes(page)
-    found = checksum(path)
-    for count in (2, 4, 8, 16, 512):
-        path.write_bytes(page | np.where(np.arange(512) < count, mask, np.uint64(0)))
+    """Two, four or all words of some pages whose bit is stuck at one; two words that change against each other."""
+    path, mask = tmp_path / "x", np.uint64(1 << bit)
+    for rows in (1, 2, 4):
+        pages = np.random.default_rng(bit).integers(0, 2**64, (rows, 512), np.uint64)
+        pages[:, :16] &= ~mask
+        path.write_bytes(pages)
+        found = checksum(path)
+        for count in (1, 2, 4, 8, 16, 512):
+            path.write_bytes(pages | np.where(np.arange(512) < count, mask, np.uint64(0)))
+            assert checksum(path) != found
+        pages[0, 0] |= mask
+        path.write_bytes(pages)
+        found = checksum(path)
+        pages[0, :2] ^= mask
+        path.write_bytes(pages)
         assert checksum(path) != found
-    page[0] |= mask
-    path.write_bytes(page)
-    found = checksum(path)
-    page[:2] ^= mask
-    path.write_bytes(page)
-    assert checksum(path) != found

@@ -90,6 +90,16 @@ def test_files_that_lead_to_each_other(tmp_path):
         Files.open(str(tmp_path))
 
 
+def test_a_file_that_leads_to_itself_by_another_name(tmp_path, monkeypatch):
+    looked, is_hdf5 = [], h5py.is_hdf5
+    monkeypatch.setattr(h5py, "is_hdf5", lambda path: looked.append(path) or is_hdf5(path))
+    link(tmp_path / "a.h5", "b.bin", "external link")
+    (tmp_path / "b.bin").symlink_to("a.h5")
+    with pytest.raises(ValueError, match="cannot read"):
+        Files.open(str(tmp_path))
+    assert len(looked) == 1
+
+
 def test_a_source_that_is_not_there(tmp_path):
     """HDF5 would give out zeros."""
     link(tmp_path / "2000.h5", "gone.h5", "virtual dataset")

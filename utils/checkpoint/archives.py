@@ -26,15 +26,18 @@ STORAGES = {f"{kind}Storage": size for size, kinds in {
 }.items() for kind in kinds.split()}  # fmt: skip
 OF_TORCH = OPERATIONS - {"STACK_GLOBAL", "NEWOBJ"} | {"GLOBAL", "BINPUT", "LONG_BINPUT", "BINPERSID"}
 CHANGES = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}  # what lies below stays the same object
-# Of each operation: how many objects it takes from the stack, whether also all from a mark on, how many it leaves.
-TAKES = {
-    x.name: (*((len(x.stack_before), False) if pickletools.markobject not in x.stack_before
-               else (x.stack_before.index(pickletools.markobject), True)), len(x.stack_after))
-    for x in pickletools.opcodes
-}  # fmt: skip
 MOST_PARTS = 256
 # Records of a zip archive.
 END, END64, LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
+
+
+def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, bool, int]:
+    """Return how many objects an operation takes from the stack, whether also all from a mark on, how many it leaves."""
+    before, mark = operation.stack_before, pickletools.markobject
+    return before.index(mark) if mark in before else len(before), mark in before, len(operation.stack_after)
+
+
+EFFECTS = {operation.name: _effect(operation) for operation in pickletools.opcodes}
 
 
 def check_operations(content: bytes, allowed: set[str] = OPERATIONS) -> None:
@@ -60,7 +63,7 @@ def check_operations(content: bytes, allowed: set[str] = OPERATIONS) -> None:
                     raise pickle.UnpicklingError("its memo has holes")
                 memo[place : place + 1] = [stack[-1]]
             else:
-                count, is_marked, left = TAKES[name]
+                count, is_marked, left = EFFECTS[name]
                 first = (marks.pop() if is_marked else len(stack)) - count
                 if first < marks[-1]:
                     raise pickle.UnpicklingError("its stack runs dry")

@@ -228,6 +228,18 @@ def test_descriptions_that_grow(newest, content, found):
         checkpoint.metadata(newest)
 
 
+def test_a_library_that_does_not_say_what_is_wrong(newest, monkeypatch):
+    """As that of PyTorch 2.11: the description was read before, and the reason is told."""
+
+    def load(*args: object, **options: object) -> None:
+        raise dcp.CheckpointException("", {})
+
+    monkeypatch.setattr(dcp, "load", load)
+    (newest / ".metadata").write_bytes(b"junk")
+    with pytest.raises(Unreadable, match="not enough data in stream"):
+        checkpoint.load(newest, {TENSOR: torch.zeros(1, 32, 32)}, alone=True)
+
+
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "info.json"])
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_files_that_are_none(newest, tiny, file, kind):

@@ -32,7 +32,7 @@ END, END64, LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), 
 
 
 def _effect(operation: pickletools.OpcodeInfo) -> tuple[int, bool, int]:
-    """Return how many objects an operation takes from the stack, whether also all from a mark on, how many it leaves."""
+    """Return how many objects it takes from the stack, whether also all from a mark on, and how many it leaves."""
     before, mark = operation.stack_before, pickletools.markobject
     return before.index(mark) if mark in before else len(before), mark in before, len(operation.stack_after)
 

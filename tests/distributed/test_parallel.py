@@ -220,6 +220,15 @@ def test_every_grid_of_four_ranks_equals_one_process():
     assert done.returncode == 0 and "80 runs on 21 grids." in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_slopes_across_shards_are_those_of_one_process():
+    """The loss of gradients needs rows of other ranks."""
+    command = [sys.executable, "benchmarks/certificate.py", "--ranks", "2", "--grid", "dp=1", "tp=1", "cp=2"]
+    command += ["--modes", "loss of gradients"]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "2 runs on 2 grids." in done.stdout, done.stdout + done.stderr
+
+
 def train_on(ranks, tmp_path, *flags, script="train_mp.py"):
     folder = tmp_path if (tmp_path / "train").exists() else write_data(tmp_path, train={"2001": 30, "2002": 21})
     argv = tiny_flags(folder, "--num_iters", "20", "--warmup", "5", "--residual", *flags)

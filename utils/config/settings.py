@@ -342,7 +342,7 @@ class Config(Keys):
     @property
     def longest_rollout(self) -> int:
         """The most steps of a forecast in training."""
-        return max(self.steps_at(first) for first in (0, *self.rollout_from) if first < self.num_iters)
+        return max(self.steps_at(first) for first in (0, *self.rollout_from))
 
     @property
     def constants_file(self) -> str:

@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import evaluate
 from networks.vit import ViT
 from tests.forecast.evaluations import NAMES, evaluated, flags, row_weights, truth, write_climatology
-from tests.helpers import ROOT, STEP, call_here, clean_environment, fields, run_here, run_ranks, tiny_flags, write_file
+from tests.helpers import ROOT, STEP, call_here, fields, run_here, run_ranks, tiny_flags, write_file
 from tests.marks import at_night
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.weights import choose, export, read_weights
@@ -260,18 +258,6 @@ def test_maps_in_a_projection(trained, tmp_path):
         first = np.asarray(film.convert("RGB"), float)
         film.seek(4)
         assert np.abs(np.asarray(film.convert("RGB"), float) - first).mean() > 1  # it moves
-
-
-@pytest.mark.nightly
-def test_a_projection_beside_xarrays_engines(trained, tmp_path):
-    """In a process that opens a climatology, and by that eccodes, before it draws: it must not crash at its end."""
-    pytest.importorskip("cartopy", reason="needs pip install -r requirements-maps.txt")
-    usual = tmp_path / "usual.nc"
-    write_climatology(trained, usual)
-    argv = flags(trained, "--out", str(tmp_path / "out"), "--climatology", str(usual), "--projection", "Robinson")
-    command = [sys.executable, "evaluate.py", *argv, "--stride", "10", "--plot_channels", "u"]
-    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_climatology_of_each_day(trained, result, tmp_path):

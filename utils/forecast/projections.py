@@ -8,8 +8,8 @@ PLAIN = "plain"
 def find_projection(name: str) -> tuple[Any, Any]:
     """Return a projection of cartopy, and that of the data; None twice for plain maps. Raises ValueError.
 
-    To be called before xarray opens a file: eccodes, which it then loads where it is installed, has a library of
-    projections of its own, and where that comes before cartopy's the process ends with a crash.
+    To be called before an archive is opened: eccodes, which one of GRIB loads, has a library of projections of its
+    own, and where that comes before cartopy's the process ends with a crash.
     """
     if name == PLAIN:
         return None, None

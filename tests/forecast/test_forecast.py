@@ -29,6 +29,7 @@ from tests.helpers import (
     tiny_flags,
     write_file,
 )
+from tests.prepare_data.grib import write_messages
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.__main__ import main as checkpoint_main
 from utils.checkpoint.info import read_info
@@ -267,6 +268,35 @@ def test_from_an_archive_of_one_time(exported, tmp_path):
     np.testing.assert_array_equal(found.t.values[0, 3], last[2, ::-1])
     line = refused("--checkpoint", exported, "--initial", tmp_path / "now.nc")
     assert "nothing in the files for channel 't'" in line
+
+
+@pytest.mark.slow
+def test_maps_of_a_forecast_from_grib(exported, tmp_path):
+    """The libraries of maps and of GRIB abort a process that loads GRIB's first."""
+    pytest.importorskip("cartopy", reason="needs pip install -r requirements-maps.txt")
+    state = fields(1, 3, 17, 32, seed=10)
+    messages = [(field, {"shortName": name}) for field, name in zip(state[0], ("10u", "10v", "10si"))]
+    write_messages(tmp_path / "now.grib", messages, "regular_ll_sfc_grib2")
+    argv = ["--checkpoint", exported, "--initial", tmp_path / "now.grib", "--out", tmp_path / "out"]
+    more = [
+        "--channels",
+        "u=u10",
+        "v=v10",
+        "t=si10",
+        "--lead_hours",
+        "6",
+        "--projection",
+        "Robinson",
+        "--plot_channels",
+        "u",
+    ]
+    command = [sys.executable, ROOT / "forecast.py", *argv, *more]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "out/forecasts/model").glob("*.nc")
+    expected = forecast.load(str(exported)).step(state[0, :, :16])[2, ::-1]
+    np.testing.assert_allclose(xarray.load_dataset(path).t.values[0, 0], expected, atol=1e-4)
+    assert (tmp_path / "out/pictures/maps_u.png").exists()
 
 
 def test_an_archive_in_any_order_of_rows_and_columns_and_a_damaged_one(exported, tmp_path):

@@ -15,6 +15,7 @@ import xarray
 import zarr
 
 from tests.helpers import Evil, fields, write_file
+from tests.prepare_data.grib import write_messages
 from utils.prepare_data import stored
 from utils.prepare_data.archive import Archive
 from utils.prepare_data.archive_file import open_archive, pieces_in
@@ -75,22 +76,10 @@ def globe(steps: int = 10) -> xarray.Dataset:
 
 def write_grib(path: Path, messages: int = 3, edition: int = 2, **keys: int) -> None:
     """Write days of one variable of random values, with other keys in the last message."""
-    eccodes = pytest.importorskip("eccodes", reason="eccodes is not installed: pip install -r requirements-prepare.txt")
-    grid = {
-        "Ni": 16, "Nj": 9, "latitudeOfFirstGridPointInDegrees": 90, "latitudeOfLastGridPointInDegrees": -90,
-        "longitudeOfFirstGridPointInDegrees": 0, "longitudeOfLastGridPointInDegrees": 337.5,
-        "iDirectionIncrementInDegrees": 22.5, "jDirectionIncrementInDegrees": 22.5, "shortName": "2t",
-    }  # fmt: skip
-    with path.open("wb") as file:
-        for day in range(1, messages + 1):
-            message = eccodes.codes_grib_new_from_samples(f"regular_ll_sfc_grib{edition}")
-            for key, value in (grid | {"dataDate": 20000100 + day}).items():
-                eccodes.codes_set(message, key, value)
-            eccodes.codes_set_values(message, np.random.default_rng(day).random(144))
-            for key, value in (keys if day == messages else {}).items():
-                eccodes.codes_set(message, key, value)
-            eccodes.codes_write(message, file)
-            eccodes.codes_release(message)
+    days = [{"shortName": "2t", "dataDate": 20000100 + day} for day in range(1, messages + 1)]
+    days[-1] |= keys
+    values = (np.random.default_rng(day).random((9, 16)) for day in range(1, messages + 1))
+    write_messages(path, zip(values, days), f"regular_ll_sfc_grib{edition}")
 
 
 def test_the_index_of_a_grib_file_runs_nothing(tmp_path):

@@ -20,7 +20,7 @@ from utils.forecast.data import Forecasts
 from utils.forecast.settings import Asked
 from utils.forecast.store import ForecastStore
 from utils.forecast.writer import Outline, bytes_of, open_writer
-from utils.ranks.agree import all_ranks_agree, share_error
+from utils.ranks.agree import all_ranks_agree, check_same, share_error
 from utils.ranks.stop import StopRequests
 from utils.ranks.world import World
 from utils.record.log import close_log, open_log
@@ -54,6 +54,9 @@ class ForecastRun:
         left: list[Any] = [None]
         with all_ranks_agree():
             starts = [data.seconds(n) for n in range(len(data))]
+        times = {"times to start from": starts, "lead times": list(data.lead_hours)}
+        check_same(times, "give all ranks the same files")
+        with all_ranks_agree():
             self.outline = Outline(data.fields, starts, data.lead_hours, settings.names, self._attributes())
             self.writer = open_writer(settings.forecasts, self.folder / "forecasts", self.outline)
             if world.rank == 0:

@@ -1,7 +1,8 @@
 """What one rank finds wrong, every rank knows: none waits for one that left."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,6 +28,17 @@ def share_error(error: str | None) -> None:
     error = first_message(error)
     if error:
         raise Refused(error)
+
+
+def check_same(views: Mapping[str, Any], remedy: str) -> None:
+    """End the run on every rank where one has another view of a thing than rank 0 has: all call this at the same point.
+
+    Raises Refused.
+    """
+    first: list[Any] = [views]
+    dist.broadcast_object_list(first)
+    other = next((name for name, mine in views.items() if mine != first[0][name]), None)
+    share_error(other and f"it has other {other} than rank 0: {remedy}")
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from utils.observers import EpochRecord, Observer
 from utils.ranks.agree import all_ranks_agree
 from utils.record.progress import Progress
 from utils.record.steps import StepRecords
+from utils.run.alike import check_alike
 from utils.run.folder import RunFolder, open_run_folder
 from utils.run.nonfinite import NonfiniteGuard
 from utils.run.saving import NO_BEST, keepers_of, resume
@@ -65,6 +66,7 @@ class Run:
         self.more_observers = observers
         self.logger = None  # a RunLogger, on rank 0
         self.memory: MemoryWatch | None = None
+        check_alike(job)
         found: list[RunFolder | None] = [None]
         with all_ranks_agree():
             if job.world.rank == 0:

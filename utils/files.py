@@ -20,6 +20,7 @@ from utils.reading import check_kind, from_json, holds, is_count, is_text
 T = TypeVar("T")
 is_event = holds(event=is_text, iteration=is_count)  # what each line of metrics.jsonl is
 LARGEST_RECORDS = 2**31  # bytes of a metrics.jsonl: five million lines
+FAILS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)  # the last two: a client is cut off
 CHECKED = re.compile(r'(\{.*), "crc32": "([0-9a-f]{8})"\}')
 
 
@@ -83,13 +84,18 @@ def _leads_nowhere(path: str | Path) -> bool:
     return os.path.islink(path) and not os.path.exists(path)
 
 
+def storage_fails(error: BaseException) -> bool:
+    """Is it an error of the storage, or of the way to it, that may pass? It says nothing of the file."""
+    return isinstance(error, OSError) and error.errno in FAILS
+
+
 def patiently(read: Callable[[], T]) -> T:
     """Return what `read` does; where its storage fails, it is called again after half a second, and after two more."""
     for pause in (0.5, 2):
         try:
             return read()
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
+            if not storage_fails(error):
                 raise
         time.sleep(pause)
     return read()

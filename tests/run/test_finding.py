@@ -15,11 +15,13 @@ import train
 import train_mp
 from tests.helpers import ROOT, clean_environment, losses, records, run_here, run_ranks, tiny_flags
 from utils import files
-from utils.checkpoint import storage
+from utils.checkpoint import info, storage
 from utils.checkpoint import store as checkpoint
+from utils.checkpoint.__main__ import inspect
+from utils.checkpoint.weights import choose
 from utils.config.reader import load_config
 from utils.config.settings import Config
-from utils.errors import ReadError
+from utils.errors import ReadError, Refused
 from utils.observers import Observer
 from utils.run import folder as folders
 from utils.run.folder import RunFolder, make_run_folder, open_run_folder
@@ -234,12 +236,11 @@ def test_a_checkpoint_that_lacks_the_files_of_a_rank_is_none(tiny):
 
 
 @pytest.mark.parametrize("read", ["read_data", "read_metadata"])
-@pytest.mark.parametrize("times, newest", [(2, "00000005"), (3, "00000004-validated")])
-def test_an_error_of_the_storage_that_passes_costs_no_checkpoint(tiny, monkeypatch, read, times, newest):
-    """It is read again, twice, and only then the one before is taken."""
+def test_an_error_of_the_storage_costs_no_checkpoint(tiny, monkeypatch, read):
+    """It is read again, twice; then nobody knows whether it is whole, and the one before would take its place."""
     path = run_here(tiny_flags(tiny, *FLAGS))
     shutil.rmtree(path / "checkpoints/00000006-validated")
-    original, pauses, left = getattr(storage.Reader, read), [], [None] * times
+    original, pauses, left = getattr(storage.Reader, read), [], [None] * 3
 
     def failing(self, *args):
         if self.path.name == "00000005" and left:
@@ -249,9 +250,65 @@ def test_an_error_of_the_storage_that_passes_costs_no_checkpoint(tiny, monkeypat
 
     monkeypatch.setattr(storage.Reader, read, failing)
     monkeypatch.setattr(files.time, "sleep", pauses.append)
+    before = sorted((path / "checkpoints").iterdir())
+    with pytest.raises(Refused) as found:
+        run_here(tiny_flags(tiny, *FLAGS, "--resume=auto"))
+    older = path / "checkpoints/00000004-validated"
+    line = f"Stale file handle: wait for its storage, and start again; or go on from the one before: --resume {older}"
+    assert str(found.value).endswith(line) and sorted((path / "checkpoints").iterdir()) == before
+    assert [pause for pause in pauses if pause in (0.5, 2)] == [0.5, 2] and not left
+    left += [None, None]
     run_here(tiny_flags(tiny, *FLAGS, "--resume=auto"))
-    assert Path(records(path, "resume")[0]["checkpoint"]).name == newest
-    assert [pause for pause in pauses if pause in (0.5, 2)] == [0.5, 2]
+    assert Path(records(path, "resume")[0]["checkpoint"]).name == "00000005"
+
+
+def test_a_checkpoint_whose_storage_fails_is_no_reason_to_begin_anew(tiny, monkeypatch):
+    """Nor to take the one before, or another run; and an evaluation takes no other model."""
+    path = run_here(tiny_flags(tiny, *FLAGS))
+    original = info.read_json
+
+    def failing(file):
+        if file.parent.name == "00000006-validated":
+            raise OSError(errno.EIO, "Input/output error", str(file))
+        return original(file)
+
+    monkeypatch.setattr(info, "read_json", failing)
+    monkeypatch.setattr(files.time, "sleep", lambda _: None)
+    told = "00000006-validated/info.json: Input/output error"
+    with pytest.raises(Refused, match=f"{told}: mend that, or wait for its storage"):
+        run_here(tiny_flags(tiny, *FLAGS, "--resume=auto"))
+    with pytest.raises(info.Unreadable, match=told):
+        choose(path, best=False)
+    assert "00000006-validated  out of reach: " in inspect(path).splitlines()[0]
+    (path / "checkpoints/00000006-validated/info.json").unlink()
+    monkeypatch.setattr(info, "read_json", original)
+    assert choose(path, best=False)[0].name == "00000005"  # that one is no checkpoint
+
+
+def cut_off(argv: list[str]) -> None:
+    """Be a rank; the second one is cut off from the storage of checkpoints."""
+    import torch.distributed as dist
+
+    original = storage.Reader.read_metadata
+
+    def failing(self, *args):
+        if dist.get_rank():
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return original(self, *args)
+
+    storage.Reader.read_metadata = failing
+    files.time.sleep = lambda _: None
+    train.start(train.main, argv, train.load_config)
+
+
+def test_a_rank_that_is_cut_off_from_the_checkpoints(tiny):
+    argv = tiny_flags(tiny, *FLAGS)
+    path = run_here(argv)
+    shutil.rmtree(path / "checkpoints/00000006-validated")
+    done = run_ranks(2, cut_off, [*argv, "--resume=auto"])
+    assert [one.returncode for one in done] == [2, 2], done[0].stderr
+    assert "rank 1: " in done[0].stderr and "is not connected: wait for its storage" in done[0].stderr
+    assert (path / "checkpoints/00000005").exists()
 
 
 def test_a_resume_without_room_leaves_the_configuration(tiny, monkeypatch):

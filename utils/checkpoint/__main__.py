@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from utils.checkpoint.info import Unreadable, is_checkpoint, read_info
+from utils.checkpoint.info import Unreachable, Unreadable, is_checkpoint, read_info
 from utils.checkpoint.store import find, metadata
 from utils.checkpoint.weights import export, run_of
 from utils.errors import ReadError, one_line
@@ -36,7 +36,8 @@ def inspect(source: Path) -> str:
         except Unreadable as error:
             if folder == source:
                 raise
-            lines.append(f"{folder.name:18}  damaged: {error}")
+            what = "out of reach" if isinstance(error, Unreachable) else "damaged"
+            lines.append(f"{folder.name:18}  {what}: {error}")
             continue
         layout, best = info["layout"], best or info["best"]  # the newest one knows
         size = sum(info["files"].values())

@@ -9,7 +9,7 @@ from typing import Any
 
 from utils.checkpoint.storage import METADATA, check_regular
 from utils.checksum import checksum
-from utils.files import patiently, write_text
+from utils.files import patiently, storage_fails, write_text
 from utils.reading import holds, is_count, is_finite, is_flag, is_number, is_text, list_of, read_json
 
 FORMAT = 3  # 1, of version 0.1.0, had no checksums; those of tensors were others in 2, and are passed over
@@ -19,6 +19,15 @@ CHECKSUM, METADATA_CHECKSUM = "checksum of this file", f"checksum of {METADATA}"
 
 class Unreadable(ValueError):
     """A checkpoint that is damaged or incomplete."""
+
+
+class Unreachable(Unreadable):
+    """A checkpoint whose storage fails, for longer than a moment: it may be whole."""
+
+
+def unreadable(place: str | Path, error: BaseException, told: str) -> Unreadable:
+    """Return what an error means for a checkpoint."""
+    return (Unreachable if storage_fails(error) else Unreadable)(f"{place}: {told}")
 
 
 def is_name(text: str) -> bool:
@@ -67,11 +76,14 @@ def write_info(folder: Path, info: dict[str, Any]) -> None:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """Return the info of a complete checkpoint. Raises Unreadable, with the file at fault, for another one."""
+    """Return the info of a complete checkpoint. Raises Unreadable, with the file at fault, for another one.
+
+    Of that Unreachable where the storage fails.
+    """
     try:
         return patiently(lambda: _read_info(folder))
     except OSError as error:
-        raise Unreadable(f"{error.filename or folder}: {error.strerror or error}") from None
+        raise unreadable(error.filename or folder, error, error.strerror or str(error)) from None
 
 
 def _read_info(folder: Path) -> dict[str, Any]:

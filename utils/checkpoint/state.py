@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.boxes import Boxes, Place
-from utils.checkpoint.info import Unreadable
+from utils.checkpoint.info import Unreachable, Unreadable
 from utils.ema import MovingAverage
+from utils.errors import Refused
 from utils.optimizers import init_moments, kept_of
 from utils.ranks.agree import first_message
 from utils.shards import own, part_of
@@ -32,7 +33,10 @@ from utils.shards import own, part_of
 
 @dataclass(eq=False)
 class TrainingState:
-    """The weights, the optimiser and the random numbers of a run, on this rank. (A run keeps the scaler's state.)"""
+    """The weights, the optimiser and the random numbers of a run, on this rank. (A run keeps the scaler's state.)
+
+    Raises Refused for a model that keeps more than parameters, such as running means: they would be lost.
+    """
 
     model: nn.Module  # on this rank, before DDP wraps it
     optimizer: torch.optim.Optimizer
@@ -44,6 +48,12 @@ class TrainingState:
     slices: tuple[Mapping[nn.Parameter, int], dist.ProcessGroup | None] = ({}, None)
 
     def __post_init__(self):
+        kept = self.model.state_dict()
+        if buffer := next((name for name, _ in self.model.named_buffers() if name in kept), None):
+            raise Refused(
+                f"the model keeps {buffer}, a buffer, and checkpoints hold parameters only: register it with "
+                f"persistent=False if it never changes; for a norm take one without running means (GroupNorm)"
+            )
         self.average = None if self.ema_decay is None else MovingAverage(self.model, self.ema_decay)
         # As they are now: while weights are gathered, the model has others.
         self.parameters = dict(self.model.named_parameters())
@@ -135,9 +145,10 @@ class TrainingState:
         try:
             known = checkpoint.metadata(folder)
         except Unreadable as found:
-            error = str(found)
-        if error := first_message(error):
-            raise Unreadable(error)
+            error = found
+        for kind in (Unreachable, Unreadable):
+            if told := first_message(str(error) if isinstance(error, kind) else None):
+                raise kind(told)
         return known
 
 

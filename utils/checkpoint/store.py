@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from utils.checkpoint.info import Unreadable, is_name, write_info
+from utils.checkpoint.info import is_name, unreadable, write_info
 from utils.checkpoint.storage import METADATA, Reader, Writer
 from utils.errors import first_line
 from utils.files import complete, folders_in, part_of, patiently
@@ -92,7 +92,7 @@ def metadata(folder: Path) -> Metadata:
     try:
         return patiently(Reader(folder).read_metadata)
     except FAILURES as error:  # a damaged file can raise anything
-        raise Unreadable(f"{folder / METADATA}: {reason(error)}") from None
+        raise unreadable(folder / METADATA, error, reason(error)) from None
 
 
 def load(folder: Path, shards: dict[str, Tensor], alone: bool = False, known: Metadata | None = None) -> None:
@@ -115,7 +115,7 @@ def load(folder: Path, shards: dict[str, Tensor], alone: bool = False, known: Me
             warnings.simplefilter("ignore")
             patiently(load_once)
     except FAILURES as error:
-        raise Unreadable(f"{folder}: {first_line(error)}") from None
+        raise unreadable(folder, error, first_line(error)) from None
 
 
 def read(folder: Path, prefix: str) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def read(folder: Path, prefix: str) -> dict[str, Tensor]:
     try:
         tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in found.items()}
     except RuntimeError as error:
-        raise Unreadable(f"{folder / METADATA}: {first_line(error)}") from None
+        raise unreadable(folder / METADATA, error, first_line(error)) from None
     load(folder, tensors, alone=True, known=known)
     return tensors
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.checkpoint.archives import check_archive
-from utils.checkpoint.info import Unreadable, is_checkpoint, read_info
+from utils.checkpoint.info import Unreachable, Unreadable, is_checkpoint, read_info
 from utils.checkpoint.store import find, read, reason
 from utils.files import whole
 from utils.reading import check_kind, check_own
@@ -69,6 +69,8 @@ def choose(source: Path, best: bool) -> tuple[Path, dict[str, Any]]:
     for folder in find(source / "checkpoints"):
         try:
             info = read_info(folder)
+        except Unreachable:  # an older one would be another model
+            raise
         except Unreadable as error:
             why = str(error)
             continue

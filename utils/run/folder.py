@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from utils.checkpoint import store as checkpoint
-from utils.checkpoint.info import Unreadable, read_info
+from utils.checkpoint.info import Unreachable, Unreadable, read_info
 from utils.config.settings import Config, affecting
 from utils.errors import ReadError
 from utils.files import folders_in, lock, write_text
@@ -40,8 +40,8 @@ def open_run_folder(config: Config, name: str) -> tuple[RunFolder, TextIO]:
     """Return the folder of a run, a new one or the one to go on in, and its lock.
 
     Raises ValueError where it cannot be written, leads elsewhere by links, or another run is at work in it, where there
-    is nothing to resume, and where a key that decides training has changed. ReadError where a folder cannot be listed:
-    who knows what it holds?
+    is nothing to resume, and where a key that decides training has changed. ReadError where a folder cannot be listed,
+    or the storage of a checkpoint fails: who knows what it holds?
     """
     if config.run_num in ("", ".", "..", "checkpoints") or "/" in config.run_num or not config.run_num.isprintable():
         raise ValueError(f"run_num is {config.run_num!r}: it names one folder, such as 00; use --expdir for paths")
@@ -209,6 +209,8 @@ def _read_run(path: Path) -> RunFolder:
             info = read_info(folder)
             if folder.with_name(str(info["best"]["name"])) not in folders:  # a better one came later, and is lost
                 info["best"] = {"loss": None, "name": None}
+        except Unreachable as error:
+            raise ReadError(f"{error}: mend that, or wait for its storage") from None
         except Unreadable as error:
             if not run.newest:
                 run.remarks.append(f"Checkpoint left out: {error}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.background import Checkpointer
-from utils.checkpoint.info import Unreadable
+from utils.checkpoint.info import Unreachable, Unreadable
 from utils.config.settings import Config, interval, seconds
 from utils.data.dataset import Job
 from utils.data.fields import unlike
@@ -32,7 +32,8 @@ IDLE_LIVES = 3  # of a Slurm job, in a row: then it is not to begin again
 def resume(run: Any, found: RunFolder) -> tuple[Path, dict[str, Any]]:
     """Set a run to where its newest checkpoint that can be read left it; return its folder, and which was the best.
 
-    Raises Refused, on all ranks, where there is none, or it was trained on other data.
+    Raises Refused, on all ranks, where there is none, where it was trained on other data, and where the storage of one
+    fails: those after the one that a run goes on from are removed, and this one may be whole.
     """
     samples, valid = len(run.job.data.train_pairs), len(run.job.data.valid_pairs)
     for path, info in found.checkpoints:
@@ -50,6 +51,10 @@ def resume(run: Any, found: RunFolder) -> tuple[Path, dict[str, Any]]:
             )
         try:
             run.state.load(path, same_ranks=info["layout"] == layout(run.job))
+        except Unreachable as error:
+            older = next((there for there, info in found.checkpoints if info and there.name < path.name), None)
+            or_else = f"; or go on from the one before: --resume {older}" if older else ""
+            raise Refused(f"{error}: wait for its storage, and start again{or_else}") from None
         except Unreadable as error:  # on all ranks
             run.log("Checkpoint left out: %s", error)
             continue

@@ -1,5 +1,6 @@
 """Reading frames: the right numbers, nothing else, in as few requests as can be."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import fields, write_file
+from utils import files as storage
 from utils.data.files import Files
 from utils.data.frames import FrameReader, OpenFiles, consecutive
 from utils.data.token_shard import TokenShard
@@ -154,6 +156,38 @@ def test_inputs_and_targets_share_the_open_files(tmp_path):
     assert still_open() == 4
     del opened, readers, frames
     assert still_open() == 0
+
+
+@pytest.mark.parametrize("error, opened", [(errno.EIO, 1), (errno.ENOTCONN, 1), (errno.ESTALE, 3)])
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_storage_that_fails_for_a_moment(tmp_path, monkeypatch, error, opened, times):
+    """A read is done again, of what a server no longer knows after the file was opened anew."""
+    data = fields(4, 2, 16, 32)
+    write_file(tmp_path / "2000.h5", data)
+    frames, original, open_, paths = reader(tmp_path, [0, 1], range(16), 32), os.preadv, os.open, []
+    left = [None] * times
+
+    def failing(fd, *args):
+        if left:
+            left.pop()
+            raise OSError(error, os.strerror(error))
+        return original(fd, *args)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(os, "open", lambda *args, **more: paths.append(args[0]) or open_(*args, **more))
+    monkeypatch.setattr(storage.time, "sleep", lambda _: None)
+
+    def held() -> int:
+        return [*map(os.path.realpath, Path("/proc/self/fd").iterdir())].count(str(tmp_path / "2000.h5"))
+
+    if times == 3:
+        with pytest.raises(ReadError, match=rf"2000\.h5: frame 1 cannot be read \({os.strerror(error)}\)"):
+            frames.read_frame(0, 1)
+    np.testing.assert_array_equal(frames.read_frame(0, 1), data[1])
+    assert len(paths) == held() == opened + (times == 3 and error == errno.ESTALE)
+    if times == 2:  # an error that was raised holds on to its reader
+        del frames
+        assert held() == 0
 
 
 def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):

@@ -162,6 +162,23 @@ def test_a_reader_process_that_dies(tmp_path, which, processes):
         list(batches)
 
 
+def test_a_signal_before_a_reader_process_is_ready(tmp_path, monkeypatch):
+    """It has not begun to ignore signals; those of a scheduler may come then, too."""
+    original = ReaderProcess._start
+
+    def signalled(child, fd):
+        process = original(child, fd)
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+            os.kill(process.pid, getattr(signal, name))
+        return process
+
+    monkeypatch.setattr(ReaderProcess, "_start", staticmethod(signalled))
+    data = weather(write_data(tmp_path, compression="gzip"), "--num_data_workers", "2")
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert len(list(data.train_loader.epoch())) == 2
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == held == set()
+
+
 def test_reader_processes_end_with_their_parent_and_not_by_a_signal(tmp_path):
     """The signals of Ctrl-C and schedulers reach all processes of a job; SIGKILL reaches the parent alone."""
     write_data(tmp_path, compression="gzip")

@@ -8,6 +8,7 @@ This file imports no torch: a process that only reads starts in a fraction of a 
 Shapes:  C channels   H W rows, columns, as read
 """
 
+import errno
 import os
 import threading
 import weakref
@@ -19,6 +20,7 @@ import numpy as np
 
 from utils.data.files import Files, stamp
 from utils.errors import ReadError
+from utils.files import patiently
 
 LARGEST_GAP = 1 / 16  # of what is wanted: a smaller gap is read as well, one request is cheaper than two
 CHANNELS_AT_ONCE = 500  # in one request: the system takes 1,024 pieces, and a gap is one, too
@@ -37,7 +39,8 @@ class OpenFiles:
 
     def __init__(self, files: Files):
         self.files, self.lock, self.opened = files, threading.Lock(), {}
-        self.end = weakref.finalize(self, _close, self.opened)
+        self.stale: list[int] = []  # not closed yet: another thread may be reading, and the number would be used again
+        self.end = weakref.finalize(self, _close, self.opened, self.stale)
 
     def __reduce__(self):
         return OpenFiles, (self.files,)  # an open file does not travel to another process
@@ -45,6 +48,12 @@ class OpenFiles:
     def direct(self, file: int) -> int:
         """Return a file descriptor."""
         return self._get(file, lambda path: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+    def forget(self, file: int) -> None:
+        """Open a file anew at its next read: the server knows nothing of this descriptor any more."""
+        with self.lock:
+            if file in self.opened:
+                self.stale.append(self.opened.pop(file))
 
     def hdf5(self, file: int) -> tuple[h5py.Dataset, int]:
         """Return the fields of an HDF5 file, and its file descriptor."""
@@ -59,8 +68,8 @@ class OpenFiles:
             return self.opened[file]
 
 
-def _close(opened: dict[int, int | tuple[h5py.Dataset, int]]) -> None:
-    for file in opened.values():
+def _close(opened: dict[int, int | tuple[h5py.Dataset, int]], stale: list[int]) -> None:
+    for file in (*opened.values(), *stale):
         os.close(file) if isinstance(file, int) else file[0].file.close()
 
 
@@ -107,7 +116,8 @@ class FrameReader:
     def read(self, file: int, t: int, out: np.ndarray, request: Request | None) -> None:
         """Fill the part of `out` [C, H, W] that `request`, one of `requests`, stands for, with frame `t` of a file.
 
-        Raises ReadError for a file that is gone, too short or damaged.
+        Raises ReadError for a file that is gone, too short or damaged, and where its storage fails for longer than a
+        moment (HDF5 does not wait).
         """
         if not self.rows:
             return
@@ -115,7 +125,7 @@ class FrameReader:
             if request is None:
                 self._read_hdf5(file, t, out)
             else:
-                self._read_direct(file, t, out, request)
+                patiently(lambda: self._read_direct(file, t, out, request))
         except (OSError, RuntimeError, LookupError, ValueError, TypeError) as error:  # HDF5 raises any of them
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ReadError(
@@ -142,7 +152,12 @@ class FrameReader:
         frame_bytes = int(np.prod(self.files.shape)) * self.files.dtype.itemsize
         at = self.files.offsets[file] + t * frame_bytes + request.start
         while left:
-            got = os.preadv(fd, left, at)
+            try:
+                got = os.preadv(fd, left, at)
+            except OSError as error:
+                if error.errno == errno.ESTALE:
+                    self.opened.forget(file)
+                raise
             if got == 0:
                 raise OSError(f"it ends at byte {at:,}")
             at += got

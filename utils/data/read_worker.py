@@ -18,6 +18,8 @@ from utils.data.frames import FrameReader
 from utils.data.ring import BatchRing
 from utils.errors import ReadError
 
+# Of Ctrl-C and of schedulers: they go to every process of a job, and what to do is the parent's decision.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ROOT = Path(__file__).resolve().parents[2]
 # This project's `utils`, and with -P the library's `signal`, whatever the folder holds that the run was started in.
 START = "import sys; sys.path.insert(0, sys.argv[1]); from utils.data import read_worker as w; w.main(*sys.argv[2:])"
@@ -40,7 +42,8 @@ class ReaderProcess:
 
     @staticmethod
     def _start(child: Connection, fd: int) -> subprocess.Popen:
-        with child:
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the child inherits that
+        try:
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", START, str(ROOT), str(child.fileno()), str(fd)],
                 pass_fds=(child.fileno(), fd),
@@ -54,6 +57,9 @@ class ReaderProcess:
                     "MALLOC_TRIM_THRESHOLD_": str(2**40),
                 },
             )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            child.close()
 
     def read(self, slot: int, part: int, place: int, file: int, t: int) -> None:
         """Fill frame `place` of the inputs (part 0), targets (1) or what is forced (2) of a slot. Raises ReadError."""
@@ -90,9 +96,6 @@ class ReaderProcess:
 
 
 def main(socket: str, memory: str) -> None:
-    # Ctrl-C and a scheduler's signals go to every process of a job; what to do is the parent's decision.
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
     connection = Connection(int(socket))
     slots, batch, readers, *layout = connection.recv()
     ring = BatchRing(slots, batch, readers, int(memory), *layout)

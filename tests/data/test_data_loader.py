@@ -163,6 +163,24 @@ def test_grid_where_the_file_stores_none(tmp_path):
     even, odd = (Files.open(str(tmp_path / name)) for name in ("even", "odd"))
     assert even.latitude.tolist() == [90, 45, 0, -45] and odd.latitude.tolist() == [90, 45, 0, -45, -90]
     assert even.longitude.tolist() == [0, 45, 90, 135, 180, 225, 270, 315]
+    both = "the files store no latitude and no longitude: latitude from 90 to -45 and longitude from 0 to 315 degrees"
+    assert even.assumed_grid == f"{both} are assumed"
+
+
+def test_the_log_says_which_part_of_the_grid_is_assumed(tmp_path):
+    """A region would have the weights of the whole globe."""
+    write_data(tmp_path)
+    (remark,) = weather(tmp_path).fields.remarks
+    assert remark.startswith("the files store no latitude and no longitude: latitude from 90 to -90 and")
+    for path in tmp_path.glob("*/*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["latitude"] = np.linspace(80, -80, 17)
+    (remark,) = weather(tmp_path).fields.remarks
+    assert remark == "the files store no longitude: longitude from 0 to 348.75 degrees are assumed"
+    for path in tmp_path.glob("*/*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["longitude"] = np.arange(32.0)
+    assert weather(tmp_path).fields.remarks == ()
 
 
 def test_stored_grid_and_lead_time_are_used(tmp_path):

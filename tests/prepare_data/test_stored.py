@@ -186,6 +186,26 @@ def test_levels_that_change_from_place_to_place(tmp_path):
         Archive.open([str(tmp_path / "a.nc")])
 
 
+@pytest.mark.parametrize(
+    "units, named", [("millibars", "z@500"), ("Pa", "z@5"), (None, "z@500"), ("m", ""), ("level", "")]
+)
+def test_levels_that_are_no_pressures(tmp_path, units, named):
+    """Depths, and levels of a model: `vo5` would be the vorticity at 5 hPa."""
+    data = globe().rename(t2m="z").expand_dims(lev=[500.0])
+    if units:
+        data.lev.attrs["units"] = units
+    data.to_netcdf(tmp_path / "a.nc")
+    if named:
+        assert [f"{name}@{level:g}" for name, level in Archive.open([str(tmp_path / "a.nc")]).keys] == [named]
+        return
+    with pytest.raises(
+        ValueError, match=f"z has levels in '{units}', and channels are named after pressures in hPa: se"
+    ):
+        Archive.open([str(tmp_path / "a.nc")])
+    data.isel(lev=0, drop=True).to_netcdf(tmp_path / "a.nc")
+    assert Archive.open([str(tmp_path / "a.nc")], ["z"]).channels
+
+
 def test_a_variable_named_level(tmp_path):
     """Beside levels, which are renamed to that."""
     axes = globe().t2m.dims

@@ -92,7 +92,7 @@ class Fields:
             has_time=seconds is not None,
             forcings=forcings,
             statistics=statistics,
-            remarks=(*filter(None, [assumed]), *statistics.remarks),
+            remarks=(*filter(None, [assumed, files.assumed_grid]), *statistics.remarks),
         ).checked(config)
 
     @staticmethod

@@ -54,6 +54,7 @@ class Files:
     units: tuple[str, ...]
     latitude: np.ndarray  # degrees north, [H]
     longitude: np.ndarray  # degrees east, [W]
+    assumed: tuple[str, ...]  # of these two those that are not stored
 
     @staticmethod
     def open(folder: str, remedy: str = "check the path", look_through: bool = True) -> "Files":
@@ -115,6 +116,13 @@ class Files:
         if C == len(ERA5_CHANNELS):
             return tuple(ERA5_CHANNELS), "the files name no channels: the order u10m v10m t2m ... tcwv is assumed"
         return tuple(f"ch{i}" for i in range(C)), None
+
+    @property
+    def assumed_grid(self) -> str | None:
+        """What is assumed of the grid, in words; None where the files store all of it."""
+        ends = ((name, *getattr(self, name)[[0, -1]]) for name in self.assumed)
+        axes = " and ".join(f"{name} from {first:g} to {last:g}" for name, first, last in ends)
+        return f"the files store no {' and no '.join(self.assumed)}: {axes} degrees are assumed" if axes else None
 
     def step_seconds(self) -> float | None:
         """Return the time between stored steps: the commonest one. None where the files store no `time`."""
@@ -260,6 +268,7 @@ def _read_head(path: Path, look_through: bool) -> Files:
                 units=labels("units") or ("",) * shape[0],
                 latitude=latitude,
                 longitude=longitude,
+                assumed=tuple(name for name in ("latitude", "longitude") if name not in file),
             )
     except Exception as error:  # HDF5 has many kinds
         if isinstance(error, ValueError) and str(path) in str(error):

@@ -31,6 +31,7 @@ AXES = {
     "latitude": ("latitude", "lat"),
     "longitude": ("longitude", "lon"),
 }
+PRESSURES = {"Pa": 0.01, "": 1.0} | dict.fromkeys(("hPa", "mb", "mbar", "millibar", "millibars"), 1.0)  # in hPa
 LONGEST_LEAD = 1e9  # seconds
 REGRID = "bring them to one regular grid first (cdo remapbil, or xESMF in Python); this tool does not regrid"
 
@@ -110,6 +111,12 @@ def _pieces_in(
             if "level" in values.coords and values.level.ndim > 1:
                 useless[name] = f"{path}: {name} has levels that change along {', '.join(values.level.dims)}: {REGRID}"
                 continue
+            if "level" in values.coords and (kind := str(values.level.attrs.get("units", ""))) not in PRESSURES:
+                useless[name] = (
+                    f"{path}: {name} has levels in {kind!r}, and channels are named after pressures in hPa: "
+                    f"select one of them, and drop its axis, first"
+                )
+                continue
             if values.sizes["latitude"] * values.sizes["longitude"] > LARGEST_FIELD:
                 useless[name] = f"{path}: {name} has {dict(values.sizes)} points: a field has at most {LARGEST_FIELD:,}"
                 continue
@@ -137,7 +144,7 @@ def _pieces_in(
             levels, scale = [None], 1.0
             if "level" in values.coords:
                 levels = values.level.values.reshape(-1)
-                scale = 0.01 if values.level.attrs.get("units") == "Pa" else 1.0
+                scale = PRESSURES[kind]
             for i, level in enumerate(levels):
                 key = name, None if level is None else round(float(level) * scale, 6)
                 index = i if "level" in values.dims else None

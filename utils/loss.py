@@ -13,8 +13,10 @@ def relative_l2(
 
     Both are [B, C, H, W] or, after each of K steps, [K, B, C, H, W], normalised. The norms run over channels and grid
     points. Where several ranks hold parts of an image, `total` adds up their sums. `root`, [C, H, W] or with ones in
-    place of some, holds the roots of the weights of squares.
+    place of some, holds the roots of the weights of squares. Raises ValueError where the shapes differ.
     """
+    if forecast.shape != target.shape:  # it would be repeated to fit
+        raise ValueError(f"the model forecasts {list(forecast.shape)}, and the target is {list(target.shape)}")
     wide = torch.promote_types(forecast.dtype, torch.float32)
     target = target.to(wide)
     return relative_norm(forecast - target, target, total, root)

@@ -24,6 +24,13 @@ def test_relative_l2_is_a_mean_of_ratios():
     assert relative_l2(f.double(), t.double()).dtype == torch.float64
 
 
+def test_shapes_that_differ_are_not_repeated_to_fit():
+    """A model that forecasts one step would be measured against the targets of all."""
+    for forecast, target in (((2, 3, 4, 8), (5, 2, 3, 4, 8)), ((2, 1, 4, 8), (2, 3, 4, 8))):
+        with pytest.raises(ValueError, match=r"the model forecasts \[2, ., 4, 8\], and the target is \["):
+            relative_l2(torch.ones(forecast), torch.ones(target))
+
+
 def test_latitude_weights():
     weights = latitude_weights(torch.tensor([90.0, 30.0, 0.0, -60.0]))
     cos = np.cos(np.deg2rad([90, 30, 0, -60]))

@@ -123,11 +123,13 @@ class RunLogger(Observer):
             then = zip(config.rollout_from, config.rollout_steps)
             later = "; ".join(f"of {steps} from iteration {first} on" for first, steps in then)
             logging.info("Forecasts: of %d step(s); %s", config.steps_at(-1), later)
+        found = (getattr(module, "kernel", None) for module in model.modules())
+        kernels = dict.fromkeys(kernel for kernel in found if isinstance(kernel, str))
         logging.info(
             "Model: %s parameters on each rank, %.4g GFLOP a sample forward; attention kernel: %s",
             f"{sum(p.numel() for p in model.parameters()):,}",
             self.flops / 1e9,
-            model.blocks[0].attn.kernel.replace("auto", "SDPA's choice"),
+            ", ".join(kernels).replace("auto", "SDPA's choice") or "none",
         )
         owned = sum(own(p).numel() for p in model.parameters())
         if config.shard != "none":

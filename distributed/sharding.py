@@ -32,7 +32,8 @@ def share_out(model: ViT, config: Config, grid: Grid, device: torch.device, mesh
 
     `gradients` keeps a block's weights from its forward pass to its backward pass, so a step sends what
     DistributedDataParallel sends: an all-gather and a reduce-scatter are an all-reduce. `weights` gathers them once
-    more in the backward pass: 1.5 times the bytes, and no rank ever holds more than the weights of some blocks.
+    more in the backward pass: 1.5 times the bytes, and no rank holds more than the weights of some blocks, once this
+    is done.
 
     Args:
         mesh: of the dp-cp group, where there is one already.

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
+from matplotlib.ticker import MultipleLocator
 
 from utils.comm import rank_groups
 
@@ -78,8 +79,10 @@ def label(channel: str, units: str) -> str:
 
 def plain_map(axes: Axes, latitude: np.ndarray, longitude: np.ndarray) -> None:
     """Give axes the limits and ticks of a grid."""
-    axes.set(xticks=np.arange(-180, 361, 60), yticks=np.arange(-90, 91, 30))
     axes.set(xlim=edges(longitude), ylim=edges(latitude))
+    for axis, size, apart in ((axes.xaxis, np.ptp(longitude), 60), (axes.yaxis, np.ptp(latitude), 30)):
+        if size > 2 * apart:  # a smaller region has Matplotlib's own
+            axis.set_major_locator(MultipleLocator(apart))
 
 
 def edges(centres: np.ndarray) -> tuple[float, float]:

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from utils.forecast.maps import Maps
+from utils.plots import plain_map
 
 STATES = np.random.default_rng(0).standard_normal((2, 5, 8))
 
@@ -32,6 +34,17 @@ def test_titles_say_what_a_map_is(maps, is_known):
     after = "model after 12 h"
     known = [after, "truth, 2001-01-01 12:00", "error (forecast - truth)"]
     assert titles == (known if is_known else [f"{after}, 2001-01-01 12:00"])
+
+
+@pytest.mark.parametrize("south, east", [(-90, 358), (60, 30)])
+def test_a_map_of_a_region_has_ticks_too(south, east):
+    axes = Figure().subplots()
+    plain_map(axes, np.linspace(90, south, 46), np.linspace(0, east, 90))
+    ticks = ((axes.get_xticks(), axes.get_xlim()), (axes.get_yticks(), axes.get_ylim()))
+    columns, rows = ([x for x in at if low <= x <= high] for at, (low, high) in ticks)
+    assert len(columns) > 3 and len(rows) > 3
+    if south == -90:
+        assert columns == [0, 60, 120, 180, 240, 300, 360] and rows == [-90, -60, -30, 0, 30, 60, 90]
 
 
 def test_a_film_shows_each_moment_as_a_film_of_it_alone(maps, tmp_path):

@@ -134,7 +134,7 @@ def _log(results: Results) -> None:
         logging.info(
             "  %s: the forecasts make %.3g blocks of %g h of weather",
             "There are no intervals" if blocks < 3 else "The intervals are rough, and rather too narrow",
-            *(blocks, results.settings.block_hours),
+            *(blocks, results.block_hours),
         )
     for c in data.fields.plot_channels:
         logging.info("%s", data.fields.label(c))

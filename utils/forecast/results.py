@@ -44,14 +44,22 @@ class Results:
         return ["persistence", *self.models, *(["climatology"] if self.data.climate.name else [])]
 
     @cached_property
-    def block(self) -> int:
-        """How many forecasts that follow each other the bootstrap draws together."""
+    def _hours_apart(self) -> float:
+        """How far apart forecasts start that follow each other: the median."""
         data = self.data
         if not data.fields.has_time or len(data) < 2:
-            hours = data.fields.step_hours / data.config.dt * self.settings.stride
-        else:
-            hours = float(np.median(np.diff([data.seconds(n) for n in range(len(data))]))) / 3600
-        return min(max(1, round(self.settings.block_hours / hours)), len(data))
+            return data.fields.step_hours / data.config.dt * self.settings.stride
+        return float(np.median(np.diff([data.seconds(n) for n in range(len(data))]))) / 3600
+
+    @property
+    def block(self) -> int:
+        """How many forecasts that follow each other the bootstrap draws together."""
+        return min(max(1, round(self.settings.block_hours / self._hours_apart)), len(self.data))
+
+    @property
+    def block_hours(self) -> float:
+        """How long a block is: as long as asked for, in whole forecasts."""
+        return self.block * self._hours_apart
 
     @property
     def blocks(self) -> float:

@@ -454,7 +454,7 @@ def test_without_intervals_nothing_is_said_of_them(trained, tmp_path):
     evaluated(trained, tmp_path / "out", "--stride", "4", "--block_hours", "100", "--plot_channels", "u")
     log = (tmp_path / "out/out.log").read_text()
     assert (
-        "There are no intervals: the forecasts make 1.75 blocks of 96 h of weather" in log
+        "There are no intervals: the forecasts make 1.25 blocks of 96 h of weather" in log
         and "below climatology's up to" in log
     )
     assert "whole interval" not in log

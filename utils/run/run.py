@@ -56,8 +56,7 @@ class Run:
         observers: Iterable[Observer] = (),
     ):
         self.job, self.build_model = job, build_model
-        self.iteration = 0  # optimiser steps done
-        self.epochs = 0  # epochs done, validation included
+        self.iteration = self.epochs = 0  # optimiser steps done; epochs, validation included
         self.losses: list[float] = []  # of the epoch in progress
         self.validates_first = False  # before the first step, and has still to do it
         self.steps = StepRecords(job.world.size)

@@ -52,7 +52,7 @@ CASES = [
 
 @pytest.mark.parametrize("what, more", CASES)
 def test_a_rank_that_sees_something_else(tiny, other, what, more):
-    done = run_ranks(2, second_has, [*map(str, more(other))], tiny_flags(tiny))
+    done = run_ranks(2, second_has, [*map(str, more(other))], tiny_flags(tiny), timeout=90)
     assert [one.returncode for one in done] == [2, 2]
     (line,) = done[0].stderr.splitlines()
     assert f": error: rank 1: it has other {what} than rank 0: give all ranks the same" in line

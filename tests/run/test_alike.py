@@ -74,11 +74,12 @@ def test_a_run_to_go_on_with_is_left_as_it_is(tiny, other):
     assert len(losses(folder)) == 4
 
 
-def test_ranks_that_would_make_other_forecasts(trained, tmp_path):
-    short = tmp_path / "valid"
-    shutil.copytree(trained / "valid", short)
-    sorted(short.glob("*.h5"))[-1].unlink()
-    argv = flags(trained, "--out", str(tmp_path / "out"))
-    done = run_ranks(2, second_evaluates, ["--inf_data_path", str(short)], argv)
+@pytest.mark.parametrize("what", ["times to start from", "checkpoints"])
+def test_ranks_that_would_make_other_forecasts(trained, tmp_path, what):
+    """The second lacks a file, or has found an older checkpoint."""
+    shutil.copytree(trained / "valid", tmp_path / "valid")
+    older = sorted((trained / "runs/tiny/1GPU/00/checkpoints").iterdir())[0]
+    more = ["--checkpoint", str(older)] if what == "checkpoints" else ["--inf_data_path", str(cut(tmp_path, "valid"))]
+    done = run_ranks(2, second_evaluates, more, flags(trained, "--out", str(tmp_path / "out")))
     assert [one.returncode for one in done] == [2, 2]
-    assert "rank 1: it has other times to start from than rank 0" in done[0].stderr
+    assert f"rank 1: it has other {what} than rank 0" in done[0].stderr

@@ -20,7 +20,7 @@ from utils.forecast.data import Forecasts
 from utils.forecast.settings import Asked
 from utils.forecast.store import ForecastStore
 from utils.forecast.writer import Outline, bytes_of, open_writer
-from utils.ranks.agree import all_ranks_agree, check_same, share_error
+from utils.ranks.agree import all_ranks_agree, check_same
 from utils.ranks.stop import StopRequests
 from utils.ranks.world import World
 from utils.record.log import close_log, open_log
@@ -47,15 +47,11 @@ class ForecastRun:
         settings, data, world, self.folder = self.settings, self.data, self.world, self.results_folder()
         self.store = ForecastStore(self.folder, len(data))
         self.handlers: list[logging.Handler] = []
-        mine = list(settings.checkpoint)  # a training that goes on may have written another one meanwhile
-        first: list[Any] = [mine]
-        dist.broadcast_object_list(first)
-        share_error(f"the newest checkpoint is {mine}, on rank 0 {first[0]}: name one" if mine != first[0] else None)
-        left: list[Any] = [None]
         with all_ranks_agree():
             starts = [data.seconds(n) for n in range(len(data))]
-        times = {"times to start from": starts, "lead times": list(data.lead_hours)}
-        check_same(times, "give all ranks the same files")
+        views = {"checkpoints": settings.checkpoint, "times to start from": starts, "lead times": list(data.lead_hours)}
+        check_same(views, "give all ranks the same files, and of a training that goes on name a checkpoint")
+        left: list[Any] = [None]
         with all_ranks_agree():
             self.outline = Outline(data.fields, starts, data.lead_hours, settings.names, self._attributes())
             self.writer = open_writer(settings.forecasts, self.folder / "forecasts", self.outline)

@@ -1,6 +1,6 @@
 """The figures of chapter 6's text, from two evaluations, and the pictures and the table of the second:
 
-    python docs/figures/forecasts.py runs/demo/1GPU/00/evaluation runs/era5_djf/1GPU/00/evaluation
+    python docs/figures/forecasts.py runs/demo/1GPU/00/evaluation runs/era5_djf/1GPU/average/evaluation
 
 The first is that of `make demo`; the chapter has the commands of the second.
 """

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers import fields, write_file
 from utils import files as storage
+from utils.data import files as data_files
 from utils.data.files import Files
 from utils.data.frames import FrameReader, OpenFiles, consecutive
 from utils.data.token_shard import TokenShard
@@ -188,6 +189,30 @@ def test_a_storage_that_fails_for_a_moment(tmp_path, monkeypatch, error, opened,
     if times == 2:  # an error that was raised holds on to its reader
         del frames
         assert held() == 0
+
+
+@pytest.mark.parametrize("call", ["an attribute", "the date"])
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_storage_that_fails_while_a_file_is_looked_at(tmp_path, monkeypatch, call, times):
+    """HDF5 tells of it in words of its own, and h5py by errors of many kinds."""
+    write_file(tmp_path / "2000.h5", fields(4, 2, 16, 32))
+    name, error = {
+        "an attribute": ("check_links", RuntimeError("no info (file read failed: fd = 7, errno = 5, message = 'I/O')")),
+        "the date": ("stamp", OSError(errno.EIO, "I/O", str(tmp_path))),
+    }[call]
+    original, left, pauses = getattr(data_files, name), [error] * times, []
+
+    def failing(what):
+        if left:
+            raise left.pop()
+        return original(what)
+
+    monkeypatch.setattr(data_files, name, failing)
+    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    if times == 3:
+        with pytest.raises(ValueError, match=rf"^cannot read .*2000\.h5 \({os.strerror(errno.EIO)}\): mend that, or"):
+            Files.open(str(tmp_path))
+    assert Files.open(str(tmp_path)).steps == (4,) and pauses == [0.5, 2]
 
 
 def test_a_compression_that_is_not_installed_is_named(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 
 from utils.data.hdf5 import check_links, check_whole
+from utils.files import FAILS, patiently
 from utils.reading import check_kind
 
 with contextlib.suppress(ImportError):  # brings further compressions to HDF5 (blosc, zstd ...) where it is installed
@@ -75,7 +76,7 @@ class Files:
     @staticmethod
     def of(paths: list[Path], look_through: bool = True) -> "Files":
         """Return these files, in their order."""
-        heads = [_read_head(path, look_through) for path in paths]
+        heads = [_head(path, look_through) for path in paths]
         first, dtype = heads[0], np.result_type(*(head.dtype for head in heads))
         for head in heads:
             head.check_same(first, "all files of a folder must agree")
@@ -216,9 +217,16 @@ def _year_then_name(path: Path) -> tuple:
     return (0, int(year[0]), path.stem) if year else (1, 0, path.stem)
 
 
+def _head(path: Path, look_through: bool) -> Files:
+    try:
+        return patiently(lambda: _read_head(path, look_through))
+    except OSError as error:
+        raise ValueError(f"cannot read {path} ({error.strerror}): mend that, or wait for its storage") from None
+
+
 def _read_head(path: Path, look_through: bool) -> Files:
     check_kind(path)
-    try:
+    with _told(path):
         if path.is_dir():
             raise ValueError(f"{path} is a folder, and its name that of a data file: rename it, or move it away")
         with h5py.File(path, "r", locking=False) as file:
@@ -270,10 +278,21 @@ def _read_head(path: Path, look_through: bool) -> Files:
                 longitude=longitude,
                 assumed=tuple(name for name in ("latitude", "longitude") if name not in file),
             )
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raise ValueError, which names the file, for any error but one of its storage, which is an OSError."""
+    try:
+        yield
     except Exception as error:  # HDF5 has many kinds
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
         found = " ".join(str(error).split())  # HDF5's own words have two lines
+        called = re.search(r"errno = (\d+)", found)  # so it tells of a call of the system
+        number = int(called[1]) if called else getattr(error, "errno", None)
+        if number in FAILS:
+            raise OSError(number, os.strerror(number)) from None
         raise ValueError(f"cannot read {path} as HDF5 ({found}): copy it again or remove it") from None
 
 

@@ -30,11 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from matplotlib.figure import Figure
 
 from benchmarks.harness.command import errors_in_one_line
+from utils.reading import check_own, is_count
 
 COMPUTE, SEND = 7, 20  # streams, as HTA calls them
 NCCL = "ncclDevKernel"  # how the names of NCCL's kernels begin, by which HTA knows them
 LATE = 0.6  # of what the others wait: who waits less is late,
 MATTERS = 0.05  # where that is as much of a step
+MOST_RANKS = 2**20
 TOGETHER = 600  # seconds: ranks of one run write their traces within
 COLUMNS = ("computing", "only sending", "idle")  # shares of a step
 COLOURS = ("#1b6b93", "#e08e45", "#e5e5e5")
@@ -52,7 +54,10 @@ def newest_traces(folder: Path) -> dict[int, Path]:
     if not paths:
         found = f"{folder} has no traces" if folder.is_dir() else f"there is no folder {folder}"
         raise ValueError(f"{found}: {advice}")
-    size = read_trace([*paths.values()][-1]).get("distributedInfo", {}).get("world_size", 1)
+    about = read_trace([*paths.values()][-1]).get("distributedInfo")
+    size = about.get("world_size", 1) if isinstance(about, dict) else 1
+    if not is_count(size) or size > MOST_RANKS:
+        raise ValueError(f"the newest trace in {folder} is of {str(size)[:20]} ranks, which no run has: {advice}")
     missing = [rank for rank in range(size) if rank not in paths]
     if missing or size < 2:
         lacks = f"rank {missing[0]} has none in {folder}" if missing else "two are needed"
@@ -69,10 +74,11 @@ def read_trace(path: Path) -> dict[str, Any]:
     """Return what torch.profiler wrote. Raises ValueError where it is no trace."""
     try:
         trace = json.loads(gzip.decompress(path.read_bytes()))
-        if isinstance(trace, dict) and isinstance(trace.get("traceEvents"), list):
+        events = trace.get("traceEvents") if isinstance(trace, dict) else None
+        if isinstance(events, list) and all(isinstance(event, dict) for event in events):
             return trace
         why = "no traceEvents"
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         why = str(error)
     raise ValueError(f"{path} cannot be read as a trace ({why}): record it anew")
 
@@ -81,7 +87,7 @@ def kernels(events: Iterable[Event]) -> Iterator[tuple[str, int, float, float]]:
     """Yield what a CPU computes and sends: name, stream, begin and duration in us."""
     threads = defaultdict(list)
     for event in events:
-        if event.get("ph") == "X" and event.get("cat") == "cpu_op" and event["dur"] > 0:
+        if event.get("ph") == "X" and event.get("cat") == "cpu_op" and event.get("dur", 0) > 0:
             threads[event["tid"]].append(event)
         elif event.get("ph") == "X" and event["name"].startswith("gloo:"):
             yield f"{NCCL}_{event['name'].removeprefix('gloo:')}", SEND, event["ts"], event["dur"]
@@ -191,6 +197,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, help="a run's folder")
     args = parser.parse_args(argv)
+    if args.run.is_dir():
+        check_own(args.run)
     folder = args.run / "profile" if (args.run / "profile").is_dir() else args.run
     rows = compare(newest_traces(folder))
     print("\n".join(table(rows)))

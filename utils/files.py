@@ -20,6 +20,7 @@ from utils.reading import check_kind, from_json, holds, is_count, is_text
 T = TypeVar("T")
 is_event = holds(event=is_text, iteration=is_count)  # what each line of metrics.jsonl is
 LARGEST_RECORDS = 2**31  # bytes of a metrics.jsonl: five million lines
+NAMED = 10  # lines of one that are damaged
 FAILS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)  # the last two: a client is cut off
 CHECKED = re.compile(r'(\{.*), "crc32": "([0-9a-f]{8})"\}')
 
@@ -169,7 +170,7 @@ def read_events(path: Path, fits: Callable[[Any], bool] = is_event) -> list[dict
     check_kind(path)
     if (size := path.stat().st_size) > LARGEST_RECORDS:
         raise ValueError(f"{path} has {size:,} bytes: no such file has more than {LARGEST_RECORDS:,}")
-    events, lines = [], path.read_bytes().decode(errors="replace").split("\n")
+    damaged, events, lines = 0, [], path.read_bytes().decode(errors="replace").split("\n")
     has_checksums = any(map(_has_checksum, lines))
     for number, line in enumerate(lines, 1):
         found = CHECKED.fullmatch(line)
@@ -182,7 +183,11 @@ def read_events(path: Path, fits: Callable[[Any], bool] = is_event) -> list[dict
             events.append(event)
         except (ValueError, RecursionError):
             if number < len(lines) or CHECKED.match(line):
-                logging.warning("%s: line %d is damaged, and left out", path, number)
+                damaged += 1
+                if damaged <= NAMED:
+                    logging.warning("%s: line %d is damaged, and left out", path, number)
+    if damaged > NAMED:
+        logging.warning("%s: so are %d more lines", path, damaged - NAMED)
     return events
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LINKED_FILES = "LINKED_FILES"  # 1 in the environment: links, and HDF5 files, may lead out of their folder
-LARGEST_TEXT = 2**30  # bytes
+LARGEST_TEXT = 2**26  # bytes
 LARGEST_NUMBER = 2**63  # of whole ones
 
 

@@ -155,8 +155,8 @@ def machine_of(found: dict[str, Any]) -> Machine:
     if unknown := found["links"].keys() - {*PLACES}:
         raise ValueError(f"links of {', '.join(sorted(unknown))}: places are {', '.join(PLACES)}")
     machine = Machine(**{**found, "links": {place: Link(**link) for place, link in found["links"].items()}})
-    if not is_count(machine.per_node) or not is_text(machine.name):
-        raise ValueError(f"per_node is {machine.per_node!r}, name {machine.name!r}: a whole number above 0, and a text")
+    if not is_count(machine.per_node) or not is_text(machine.name) or not machine.name.isprintable():
+        raise ValueError(f"per_node is {machine.per_node!r}, name {machine.name!r}: a whole number above 0, and a line")
     for dtype, passes in machine.attention.items():
         ways = {name.partition(" ")[0] for name in passes if re.fullmatch(r"(forward|backward) [1-9]\d{0,5}", name)}
         if ways != {"forward", "backward"} or not all(re.fullmatch(r"\w+ \d+", name) for name in passes):

@@ -83,6 +83,8 @@ def check(config: Config, machine: Machine, ranks: int) -> Config:
             f"{ranks} ranks are more than the {machine.per_node} of a node, and this machine was measured on one: "
             f"measure it in a job of several nodes, or take {machine.per_node} ranks"
         )
+    if min(ranks, machine.per_node) > 1 and "node" not in machine.links:
+        raise ValueError(f"{machine.name} has no link of a node, over which {ranks} ranks would send: measure it")
     # On GPUs it is a fused kernel; this process would take what its CPU has.
     is_fused = machine.device == "cuda" and config.attention == "auto"
     return replace(config, attention="flash") if is_fused else config

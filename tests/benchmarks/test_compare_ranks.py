@@ -146,6 +146,31 @@ def test_what_is_no_trace_of_ranks(tmp_path):
             newest_traces(tmp_path)
 
 
+@pytest.mark.parametrize("size", [3 * 10**7, "2", 2.0, -1])
+def test_a_number_of_ranks_that_no_run_has(tmp_path, size):
+    write(tmp_path, 0, step(1, 1), size)
+    with pytest.raises(ValueError, match=f"is of {size} ranks, which no run has"):
+        newest_traces(tmp_path)
+
+
+@pytest.mark.parametrize("trace", ['{"traceEvents": [5]}', "[" * 10**6, '{"distributedInfo": [], "traceEvents": []}'])
+def test_a_trace_of_a_stranger(tmp_path, trace):
+    (tmp_path / "rank0.1.pt.trace.json.gz").write_bytes(gzip.compress(trace.encode()))
+    with pytest.raises(ValueError, match="cannot be read as a trace|two are needed"):
+        newest_traces(tmp_path)
+
+
+def test_a_link_out_of_the_run_is_not_written_through(tmp_path):
+    (tmp_path / "run").mkdir()
+    for rank in (0, 1):
+        write(tmp_path / "run", rank, step(1, 1), 2)
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run/ranks.csv").symlink_to(tmp_path / "mine")
+    done = compare_ranks(tmp_path / "run")
+    assert done.returncode == 2 and "ranks.csv is a link to" in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_a_trace_without_operators(tmp_path):
     pytest.importorskip("hta", reason="needs pip install HolisticTraceAnalysis")
     for rank in (0, 1):

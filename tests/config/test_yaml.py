@@ -7,6 +7,7 @@ import pytest
 from utils.config.reader import load_config
 
 LISTS = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
+REPEATED = "t: &t " + "x" * 10**6 + "\nl: [" + ", ".join(["*t"] * 200) + "]\n"
 RECURSIVE = "x: &a [*a, b]\n"
 RECURSIVE += "".join(f"a{i}: &a{i} [*a{i}, {', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]\n" for i in range(6))
 MERGES = "m0: &m0 {a: 1}\n"
@@ -18,6 +19,8 @@ MERGES += "".join(f"m{i + 1}: &m{i + 1} {{<<: [{', '.join([f'*m{i}'] * 9)}]}}\n"
     "text, told",
     [
         (LISTS, "it unfolds to more than 100,000 values"), (MERGES, "it unfolds to more than 100,000 values"),
+        (REPEATED, "it unfolds to more than 100,000 values"),
+        ("x:\n  ? [a, b]\n  : 1\n", "the key in line 2 is no word: write NAME: VALUE"),
         ("a: &a [*a]", "an alias stands in what it names: write it out"),
         (RECURSIVE, "an alias stands in what it names"), ("1: {}", "must hold named sections"),
         ('x: {lr: !!int ""}', "lr is '': it takes float"), ('x: {lr: !!timestamp "x"}', "lr is 'x': it takes float"),

@@ -1,5 +1,6 @@
 """Data files of strangers: their values lie in them or beside them, whole, and nothing in them runs code."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -288,6 +289,77 @@ def test_axes_that_are_not_known(tmp_path, data):
         file["latitude"] = np.array([np.nan])
     with pytest.raises(ValueError, match="has a latitude that is not finite"):
         Files.open(str(tmp_path / "one"))
+
+
+def moved(values: np.ndarray, i: int, by: float) -> np.ndarray:
+    """Return values of which one is another."""
+    return np.where(np.arange(len(values)) == i, values + by, values)
+
+
+NORTH, EAST = np.linspace(80.0, -80.0, 8), np.arange(16) * 22.5
+
+
+@pytest.mark.parametrize(
+    "name, values, units, told",
+    [
+        ("latitude", np.deg2rad(NORTH), "radians", "has a latitude in 'radians': write degrees"),
+        ("latitude", NORTH * 2, "", "a latitude above 90, or in no order"),
+        ("latitude", moved(NORTH, 3, 30), "", "a latitude above 90, or in no order"),
+        ("latitude", NORTH * 0, "", "a latitude above 90, or in no order"),
+        ("longitude", EAST[::-1], "", "longitudes that do not go east once around"),
+        ("longitude", moved(EAST, 3, 22.5), "", "longitudes that do not go east once around"),
+        ("longitude", EAST * 2, "", "longitudes that do not go east once around"),
+        ("latitude", NORTH[::-1], "degrees_north", None), ("longitude", EAST - 180, "degrees_east", None),
+        ("longitude", (EAST + 180) % 360, "", None), ("longitude", np.linspace(0, 360, 16), "", None),
+    ],
+)  # fmt: skip
+def test_grids_that_lie_on_no_globe(tmp_path, data, name, values, units, told):
+    write_file(tmp_path / "2000.h5", data)
+    with h5py.File(tmp_path / "2000.h5", "a") as file:
+        file[name] = values
+        file[name].attrs["units"] = units
+    if told is None:
+        np.testing.assert_allclose(getattr(Files.open(str(tmp_path)), name), values)
+        return
+    with pytest.raises(ValueError, match=f"2000.h5 has {told.removeprefix('has ')}"):
+        Files.open(str(tmp_path))
+
+
+def test_numbers_whose_bits_are_others(tmp_path, data):
+    """h5py calls them float32, too: HDF5 converts them, and who reads bytes must not take them as they lie."""
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_norm(h5py.h5t.NORM_NONE)
+    with create(tmp_path / "2000.h5") as file:
+        space = h5py.h5s.create_simple(SHAPE)
+        stored = h5py.h5d.create(file.id, b"fields", kind, space)
+        stored.write(h5py.h5s.ALL, h5py.h5s.ALL, data)
+        assert stored.dtype == data.dtype
+    expected = h5py.File(tmp_path / "2000.h5")["fields"][2]
+    np.testing.assert_allclose(expected, data[2], rtol=1e-6)
+    files = Files.open(str(tmp_path))
+    np.testing.assert_array_equal(FrameReader(files, [0, 1], range(8), 16).read_frame(0, 2), expected)
+    assert files.offsets == (None,)
+
+
+@pytest.mark.parametrize("name", ["2000\n2026-01-01 ERROR forged.h5", "2000\x1b[31m.h5"])
+def test_names_of_files_that_no_line_can_show(tmp_path, data, name):
+    write_file(tmp_path / name, data)
+    with pytest.raises(ValueError, match="has a name that no line can show: rename it"):
+        Files.open(str(tmp_path))
+
+
+@pytest.mark.timeout(20)
+def test_statistics_and_names_of_very_many_channels(tmp_path):
+    with (tmp_path / "means.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (1, 10**9, 1, 1)})
+        file.truncate(file.tell() + 4 * 10**9)
+    with pytest.raises(ValueError, match=r"means.npy has the shape \[1, 1000000000, 1, 1\]"):
+        Statistics(("u",), (0,), True).load(str(tmp_path / "means.npy"), "global_means_path")
+    names = tuple(f"c{i}" for i in range(50_000))
+    write_file(tmp_path / "2000.h5", np.zeros((1, 1, 4, 8), "f4"))
+    files = dataclasses.replace(Files.open(str(tmp_path)), shape=(50_001, 4, 8), channel_names=(*names, "c7"))
+    with pytest.raises(ValueError, match="channel_names has 'c7' twice"):
+        files.names(None)
 
 
 @pytest.mark.parametrize("time", [[0, 1, 2, np.inf], [0, 1, 2, 1e300], [0, 1, 2, 2**62]])

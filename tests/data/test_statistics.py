@@ -105,6 +105,13 @@ def test_by_name_a_channel_may_be_missing(tmp_path, beside):
         opened(tmp_path)
 
 
+def test_a_name_that_stands_twice(tmp_path):
+    write_data(tmp_path, names=["a", "b", "c"])
+    widen(tmp_path, 4, [1, 2, 3], ["a", "a", "b", "c"])
+    with pytest.raises(ValueError, match="channels.txt a a b c names one twice: name each once"):
+        opened(tmp_path)
+
+
 def test_without_time_means_there_is_no_acc_and_one_line_says_so(tmp_path, capsys):
     write_data(tmp_path)
     argv = tiny_flags(tmp_path)

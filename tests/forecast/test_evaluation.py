@@ -412,6 +412,14 @@ def test_a_climatology_whose_hours_are_no_numbers(trained, tmp_path, hours):
     assert "has an hour that is no number: it takes 0 to 23" in refused(argv)
 
 
+@pytest.mark.parametrize("hours", [[6, 12, 18, 24], [-6, 0, 6, 12], [0, 600, 1200, 1800]])
+def test_a_climatology_whose_hours_are_none_of_a_day(trained, tmp_path, hours):
+    usual = write_climatology(trained, tmp_path / "good.nc")
+    usual.assign_coords(hour=hours).to_netcdf(tmp_path / "odd.nc")
+    found = refused(flags(trained, "--climatology", str(tmp_path / "odd.nc")))
+    assert f"has an hour of {max(hours)} or below 0: it takes 0 to 23" in found
+
+
 def test_a_climatology_that_cannot_be_read_to_its_end(trained, tmp_path):
     usual = write_climatology(trained, tmp_path / "good.nc")
     usual.to_zarr(tmp_path / "broken.zarr", zarr_format=2)

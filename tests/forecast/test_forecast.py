@@ -227,6 +227,10 @@ def test_scores_of_the_evaluation_go_along(trained, tmp_path):
         assert about["scores"]["rmse"]["t"] == [skill["scores"][source]["rmse"]["cos"]["t"][3][0]]
         assert (folder / "scores.csv").read_text() == (run / "evaluation/skill.csv").read_text()
         assert f"{about['scores']['rmse']['t'][0]:.3g}" in (folder / "README.md").read_text()
+        again = tmp_path / f"{source} again"
+        assert checkpoint_main(["export", str(folder), str(again)]) == 0
+        for name in ("scores.csv", "README.md", "model.json"):
+            assert (again / name).read_text() == (folder / name).read_text()
     both = [load_file(tmp_path / source / "weights.safetensors") for source in ("model", "ema")]
     assert not any(torch.equal(x, both[1][name]) for name, x in both[0].items())
 

@@ -16,6 +16,7 @@ from tests.helpers import ERA5, ROOT, clean_environment, fields, losses, run_her
 from tests.prepare_data.grib import write_messages
 from utils.prepare_data import prepare as prepare_data
 from utils.prepare_data.archive import Archive, Piece, find
+from utils.prepare_data.archive_file import _times
 from utils.prepare_data.prepare import main
 
 xarray = pytest.importorskip("xarray", reason="xarray is not installed: pip install -r requirements-prepare.txt")
@@ -434,6 +435,42 @@ def test_forecasts_have_the_time_that_they_are_valid_at(tmp_path):
     ):
         archive = Archive.open([write(tmp_path / "raw", data, f"{name}.nc")])
         assert archive.times[0] == np.datetime64("2000-12-25T06").astype("datetime64[s]").astype(int), name
+
+
+@pytest.mark.parametrize("unit", ["D", "s", "ns"])
+@pytest.mark.parametrize("lead", [None, "s", "ns"])
+def test_times_after_2262(unit, lead):
+    """Zarr stores them in any unit. In ns, which other libraries count, the year 2300 is 1715."""
+    first = np.datetime64("2260-01-01" if unit == "ns" else "2300-01-01")
+    raw = dataset(steps=3)[["t2m"]]
+    raw = raw.assign_coords(time=(first + np.arange(3)).astype(f"datetime64[{unit}]"))
+    if lead:
+        raw = raw.assign_coords(step=np.timedelta64(6, "h").astype(f"timedelta64[{lead}]"))
+    times, _ = _times("x.zarr", raw.t2m)
+    assert times[0] == first.astype("datetime64[s]").astype(int) + 6 * 3600 * bool(lead)
+    assert set(np.diff(times)) == {86400}
+
+
+def test_names_that_look_like_a_request(tmp_path):
+    raw = dataset(steps=2)[["t2m"]].rename(t2m="t2m=msl")
+    raw["msl"] = raw["t2m=msl"] + 1
+    archive = Archive.open([write(tmp_path, raw, "x.nc")])
+    (first, second), names = [values for _, values in archive.read(0, 2)], [c.name for c in archive.channels]
+    assert names == ["msl", "t2m=msl"]
+    np.testing.assert_array_equal(first, second + 1)
+
+
+def test_angles_in_radians(tmp_path):
+    raw = dataset(steps=2)[["t2m"]]
+    raw = raw.assign_coords(latitude=("latitude", np.deg2rad(raw.latitude.values), {"units": "radians"}))
+    with pytest.raises(ValueError, match="has latitude in radians: convert it to degrees first"):
+        Archive.open([write(tmp_path, raw, "x.nc")])
+
+
+@pytest.mark.timeout(20)
+def test_a_name_that_is_a_very_long_number():
+    with pytest.raises(ValueError, match="nothing in the files for channel"):
+        find("1" * 10**5 + "x", [])
 
 
 def test_longitudes_are_rolled_only_round_the_globe(tmp_path):

@@ -35,6 +35,12 @@ def test_every_flipped_bit_is_found_and_named(tmp_path, caplog, count):
         assert all(event in EVENTS for event in found) and len(found) >= count - 2
 
 
+def test_very_many_damaged_lines_are_counted(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text("x\n" * 1000)
+    assert read_events(tmp_path / "metrics.jsonl") == []
+    assert len(caplog.messages) == 11 and "so are 990 more lines" in caplog.messages[-1]
+
+
 def test_half_a_line_of_a_process_that_was_killed(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     text = "".join(map(to_line, EVENTS))

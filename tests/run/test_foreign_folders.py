@@ -233,14 +233,17 @@ def test_records_larger_than_any_run_writes(data, foreign, monkeypatch):
         resume(data, foreign)
 
 
-@pytest.mark.parametrize("name", ["../../x", "a/b", "a\n2026-01-01 INFO forged", "x" * 200, "\x1b[2J"])
+@pytest.mark.parametrize(
+    "name", ["../../x", "a/b", "a\n2026-01-01 INFO forged", "x" * 200, "\x1b[2J", "", "..", "a ", r"$\foo$", "time"]
+)
 def test_names_that_name_no_file(exported, name):
     """Pictures have the names of channels, and so have variables, and lines of the log."""
     about = json.loads((exported / "model.json").read_text())
     for channels in (about["inputs"], about["forecasts"]):
         channels[0]["name"] = name
     (exported / "model.json").write_text(json.dumps(about))
-    with pytest.raises(ValueError, match="a channel has the name .*: take letters, digits and _") as error:
+    told = "a channel has the name .*: take letters, digits and _|a channel is called time, as an axis of forecasts is"
+    with pytest.raises(ValueError, match=told) as error:
         forecast.load(str(exported))
     assert "\n" not in str(error.value)
 

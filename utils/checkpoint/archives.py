@@ -26,7 +26,7 @@ STORAGES = {f"{kind}Storage": size for size, kinds in {
 }.items() for kind in kinds.split()}  # fmt: skip
 OF_TORCH = OPERATIONS - {"STACK_GLOBAL", "NEWOBJ"} | {"GLOBAL", "BINPUT", "LONG_BINPUT", "BINPERSID"}
 CHANGES = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}  # what lies below stays the same object
-MOST_PARTS = 256
+MOST_PARTS, LARGEST_INT = 256, 2**60  # above it many numbers have one hash
 # Records of a zip archive.
 END, END64, LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 
@@ -53,6 +53,8 @@ def check_operations(content: bytes, allowed: set[str] = OPERATIONS) -> None:
             name = operation.name
             if name not in allowed:
                 raise pickle.UnpicklingError(f"it has the operation {name}, which no pickle of ours does")
+            if isinstance(argument, int) and abs(argument) >= LARGEST_INT:
+                raise pickle.UnpicklingError(f"it has a number above {LARGEST_INT:,}")
             if name == "MARK":
                 marks.append(len(stack))
             elif name in ("BINGET", "LONG_BINGET"):

@@ -32,7 +32,7 @@ def unreadable(place: str | Path, error: BaseException, told: str) -> Unreadable
 
 def is_name(text: str) -> bool:
     """Is this the name of a checkpoint's folder?"""
-    return re.fullmatch(r"[0-9]{8,}(-validated)?", text) is not None
+    return re.fullmatch(r"[0-9]{8,19}(-validated)?", text) is not None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -45,7 +45,7 @@ def _is_best(x: Any) -> bool:
     if not isinstance(x, dict) or {"loss", "name"} - x.keys():
         return False
     nothing = x["loss"] is None and x["name"] is None
-    return nothing or (is_number(x["loss"]) and is_text(x["name"]) and is_name(x["name"]))
+    return nothing or (is_finite(x["loss"]) and is_text(x["name"]) and is_name(x["name"]))
 
 
 def _is_files(x: Any) -> bool:

@@ -20,6 +20,7 @@ from utils.reading import read_text
 YAML_CONFIG = "config/ViT.yaml"
 WHOLE = re.compile(r"[-+]?\d[\d_]*")
 LARGEST_YAML, MOST_VALUES = 2**24, 10**5  # bytes of a file; values of one, as often as aliases repeat them
+LONG = 1000  # so many characters more count as one value more
 # Keys of the tutorial's YAML files that nothing here needs: accepted, and said.
 UNUSED_KEYS = ("wireup_info", "wireup_store")
 
@@ -186,7 +187,10 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node, lines = super().compose_mapping_node(anchor), {}
         for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.YAMLError(f"the key in line {line} is no word: write NAME: VALUE")
+            name = key.value
             if name in lines:
                 raise yaml.YAMLError(f"{name!r} stands in line {lines[name]} and again in line {line}: remove one")
             lines[name] = line
@@ -200,8 +204,9 @@ class _Loader(yaml.SafeLoader):
             if is_alias:
                 raise yaml.YAMLError("an alias stands in what it names: write it out")
             parts = [x for pair in node.value for x in pair] if isinstance(node, yaml.MappingNode) else node.value
+            text = parts if isinstance(parts, str) else ""
             parts = parts if isinstance(parts, list) else []
-            self.sizes[id(node)] = 1 + sum(self.sizes.get(id(part), MOST_VALUES) for part in parts)
+            self.sizes[id(node)] = 1 + len(text) // LONG + sum(self.sizes.get(id(part), MOST_VALUES) for part in parts)
         if self.sizes[id(node)] > MOST_VALUES:
             raise yaml.YAMLError(f"it unfolds to more than {MOST_VALUES:,} values: write less, or without aliases")
         return node

@@ -15,6 +15,7 @@ from utils.data.forcings import Forcings
 from utils.data.statistics import Statistics
 
 LONGEST_NAME = 100  # characters
+AXES = {"time", "prediction_timedelta", "valid_time", "latitude", "longitude"}  # of the files that hold forecasts
 PICTURE = "t2m"  # what the tutorial draws of its 20 channels, whose files name none
 
 
@@ -129,7 +130,7 @@ class Fields:
 
     def checked(self, config: Config) -> "Fields":
         """Return these fields. Raises ValueError for odd names, and a residual forecast with nothing to start from."""
-        check_names([*self.in_names, *self.out_names], [*self.in_units, *self.units])
+        check_names([*self.in_names, *self.out_names, *self.forcings.constants], [*self.in_units, *self.units])
         if config.residual and -1 in self.origins:
             missing = self.out_names[self.origins.index(-1)]
             raise ValueError(f"residual needs every forecast channel among the inputs, and {missing!r} is not: add it")
@@ -231,8 +232,11 @@ def unlike(fields: Fields, known: dict[str, Any]) -> str | None:
 def check_names(names: list[str], units: list[str]) -> None:
     """Raise ValueError for what can stand in no line, and for a name that names no file: pictures have such names."""
     for name in names:
-        if "/" in name or not name.isprintable() or len(name) > LONGEST_NAME:
+        is_odd = name in (".", "..") or not 0 < len(name.strip()) == len(name) <= LONGEST_NAME
+        if is_odd or {*"/$"} & {*name} or not name.isprintable():  # $ begins a formula in pictures
             raise ValueError(f"a channel has the name {name[:LONGEST_NAME]!r}: take letters, digits and _")
+        if name in AXES:
+            raise ValueError(f"a channel is called {name}, as an axis of forecasts is: give it another name")
     for text in units:
-        if not text.isprintable() or len(text) > LONGEST_NAME:
+        if "$" in text or not text.isprintable() or len(text) > LONGEST_NAME:
             raise ValueError(f"a channel has the units {text[:LONGEST_NAME]!r}: they take one short line")

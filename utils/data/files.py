@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -110,7 +111,7 @@ class Files:
             raise ValueError(f"channel_names has {len(given)} names, and {self.paths[0]} {C} channels: name them all")
         names = given or self.channel_names
         if names:
-            if twice := next((name for name in names if names.count(name) > 1), None):
+            if twice := next((name for name, n in Counter(names).items() if n > 1), None):
                 where = "" if given else f"{self.paths[0]}: "
                 raise ValueError(f"{where}channel_names has {twice!r} twice: give each a name of its own")
             return tuple(names), None
@@ -227,6 +228,8 @@ def _head(path: Path, look_through: bool) -> Files:
 def _read_head(path: Path, look_through: bool) -> Files:
     check_kind(path)
     with _told(path):
+        if not path.name.isprintable():  # logs have it
+            raise ValueError(f"{path} has a name that no line can show: rename it")
         if path.is_dir():
             raise ValueError(f"{path} is a folder, and its name that of a data file: rename it, or move it away")
         with h5py.File(path, "r", locking=False) as file:
@@ -316,6 +319,8 @@ def _axis(path: Path, file: h5py.File, name: str, size: int) -> np.ndarray | Non
     units = _text(np.atleast_1d(stored.attrs.get("units", ""))[0]).strip()
     if name == "time" and units and not SECONDS.fullmatch(units):
         raise ValueError(f"{path} has times in {units!r}: write them as {EPOCH}, in UTC")
+    if name != "time" and units.lower().startswith("rad"):
+        raise ValueError(f"{path} has a {name} in {units!r}: write degrees")
     if name != "time":
         return values.astype(np.result_type(values, np.float32))
     if not (np.abs(values.astype(np.float64)) < LATEST).all():
@@ -339,6 +344,11 @@ def _grid(path: Path, file: h5py.File, H: int, W: int) -> tuple[np.ndarray, np.n
     for name, values in (("latitude", latitude), ("longitude", longitude)):
         if not np.isfinite(values).all():
             raise ValueError(f"{path} has a {name} that is not finite: write its axes anew")
+    north, east = np.diff(latitude), np.diff(longitude.astype(np.float64)) % 360
+    if (np.abs(latitude) > 90.001).any() or not ((north > 0).all() or (north < 0).all()):
+        raise ValueError(f"{path} has a latitude above 90, or in no order: write degrees north, row by row")
+    if (east == 0).any() or east.sum() > 360.001:  # or a little less, where the first column comes again
+        raise ValueError(f"{path} has longitudes that do not go east once around: put its columns in order")
     return latitude, longitude
 
 
@@ -346,7 +356,8 @@ def _offset(path: Path, fields: h5py.Dataset) -> int | None:
     """Return where a plain stretch of numbers begins in a file: contiguous, whole, in this machine's byte order."""
     if not fields.nbytes:
         return 0
-    is_plain = fields.dtype.isnative and fields.chunks is None and fields.id.get_storage_size() == fields.nbytes
+    is_plain = fields.id.get_type().equal(h5py.h5t.py_create(fields.dtype)) and fields.dtype.isnative  # all of its bits
+    is_plain = is_plain and fields.chunks is None and fields.id.get_storage_size() == fields.nbytes
     if os.path.realpath(fields.file.filename) != os.path.realpath(path):  # a link leads to another file
         return None
     return fields.id.get_offset() if is_plain else None

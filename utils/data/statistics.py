@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from utils.config.settings import Config
-from utils.data.files import ERA5_CHANNELS
+from utils.data.files import ERA5_CHANNELS, check_each_once
 from utils.reading import check_kind, read_text
 
+MOST_CHANNELS = 2**16
 NAMES = "channels.txt"  # beside the statistics, by our own tools: the name of each channel, in their order
 
 
@@ -55,7 +56,8 @@ class Statistics:
             raise ValueError(f"cannot read {path!r} ({type(error).__name__}): check --{key}") from None
         C = len(self.names)
         shapes = [(1, C, *tail) for tail in tails]
-        if array.ndim < 2 or array.shape[:1] + array.shape[2:] not in [(1, *tail) for _, _, *tail in shapes]:
+        is_one = array.ndim > 1 and array.shape[1] <= MOST_CHANNELS
+        if not is_one or array.shape[:1] + array.shape[2:] not in [(1, *tail) for _, _, *tail in shapes]:
             raise _shape_error(path, array, key, shapes)
         if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8 or not np.isfinite(array).all():
             raise ValueError(f"{path} holds values that are not finite: compute {key} anew")
@@ -123,10 +125,11 @@ class Statistics:
         """Return the names of the channels of statistics; None where nobody knows."""
         try:
             names = tuple(read_text(path.with_name(NAMES)).splitlines())
-            if len(names) == count:
-                return names
         except (OSError, UnicodeDecodeError):
-            pass
+            names = ()
+        if len(names) == count:
+            check_each_once(names, str(path.with_name(NAMES)))
+            return names
         if count == len(ERA5_CHANNELS) != len(self.names) and {self.names[c] for c in self.used} <= set(ERA5_CHANNELS):
             return tuple(ERA5_CHANNELS)
         return None

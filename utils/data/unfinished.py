@@ -10,6 +10,7 @@ import numpy as np
 
 from utils.data.writer import DatasetWriter
 from utils.files import lock, write_text
+from utils.reading import read_json
 
 SECTION = "# A model of "  # a YAML file that was made with a data set begins with it
 
@@ -25,7 +26,7 @@ class Unfinished:
     def _known(self) -> dict:
         """Return what an earlier run noted, if the files that it names are there, and its sums can be read."""
         try:
-            known = json.loads(self.state.read_text())
+            known = read_json(self.state)
             with np.load(self.folder / known["sums"]) as sums:
                 _ = [sums[name] for name in sums.files]  # each has a checksum
             return known if all((self.new / f"{name}.h5").exists() for name in known["done"]) else {}

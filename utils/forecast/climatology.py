@@ -58,6 +58,8 @@ class Climatology:
         for axis in axes & {"hour"}:
             if dataset[axis].dtype.kind not in "iuf":
                 raise ValueError(f"{path} has an hour that is no number: it takes 0 to 23")
+            if not ((dataset[axis] >= 0) & (dataset[axis] < 24)).all():
+                raise ValueError(f"{path} has an hour of {dataset[axis].values.max():g} or below 0: it takes 0 to 23")
         for name, units in zip(fields.out_names, fields.units):
             if (
                 len(datasets) > 1

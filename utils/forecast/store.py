@@ -19,7 +19,7 @@ import numpy as np
 
 from utils.errors import ReadError, WriteError, first_line
 from utils.files import whole, write_text
-from utils.reading import check_own
+from utils.reading import check_own, read_text
 from utils.run.folder import lock_run, rename_aside, sign
 
 BEGUN = {"lock", "setting.json.part"}  # what may be there before there is a setting
@@ -44,13 +44,13 @@ class ForecastStore:
             if not path.exists() and self.folder.exists() and {x.name for x in self.folder.iterdir()} - BEGUN:
                 raise ValueError(f"{self.folder} holds other files than an evaluation's: choose another with --out")
             self._take()
-            if path.exists() and path.read_text() != text:
+            if path.exists() and read_text(path) != text:
                 rename_aside(self.folder)
                 self.close()
                 self._take()
             if not path.exists():
                 write_text(path, text)
-            elif path.read_text() != text:
+            elif read_text(path) != text:
                 raise ValueError(f"{self.folder} was begun by another evaluation just now: choose another with --out")
             self.kept.mkdir(exist_ok=True)
             sign(self.folder)

@@ -124,16 +124,25 @@ class Trained:
             about = self.about | {"parameters": sum(x.numel() for x in self.weights.values())}
             (part / ABOUT).write_text(to_json(about, indent=1) + "\n")
             if self.about["scores"] is not None:
-                shutil.copyfile(_evaluation(self.source)[0] / "skill.csv", part / "scores.csv")
+                shutil.copyfile(self._table, part / "scores.csv")
             (part / "README.md").write_text(card(self.config, about))
             add(part)
             for path in part.rglob("*"):
                 to_disk(path)
             complete(folder)
+        except (KeyError, TypeError, IndexError) as error:
+            if not is_exported(self.source):
+                raise
+            raise ValueError(f"{self.source / ABOUT} lacks something ({error}): copy the folder again") from None
         except OSError as error:
             raise ValueError(f"cannot write {folder} ({error.strerror or error}): give another folder") from None
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+    @property
+    def _table(self) -> Path:
+        """The file with all scores of an evaluation."""
+        return self.source / "scores.csv" if is_exported(self.source) else _evaluation(self.source)[0] / "skill.csv"
 
     def _copy(self, path: str, key: str, new: Path) -> None:
         """Copy a file beside the data; of statistics what belongs to the channels of the data files."""
@@ -168,6 +177,7 @@ def read_exported(folder: Path) -> tuple[Config, dict[str, Any]]:
         raise ValueError(f"{folder / ABOUT} cannot be read ({type(error).__name__}): copy the folder again") from None
     if format != FORMAT:
         raise ValueError(f"{folder} has the format {format!r}, and this code reads {FORMAT}: take a newer one")
+    about.pop("config", None)  # a checkpoint has it; here the YAML file
     for name, fits in ENTRIES.items():
         if name not in about or not fits(about[name]):
             found = str(about.get(name))[:80]
@@ -309,7 +319,7 @@ def _validation(folder: Path, iteration: int, ema: bool) -> dict[str, Any] | Non
     """Return the scores of the validation at which a checkpoint was written; None where there was none, in numbers."""
     path, kind = folder.parent.parent / "metrics.jsonl", "_ema" if ema else ""
     keys = {"loss": f"valid_loss{kind}", "rmse": f"valid_rmse{kind}", "persistence": "persistence_rmse"}
-    for event in read_events(path) if path.exists() else ():
+    for event in read_events(path) if path.is_file() else ():
         if event["event"] == "epoch" and event["iteration"] == iteration:
             found = {name: event.get(key) for name, key in keys.items()}
             return found if _is_validation(found) else None
@@ -319,8 +329,8 @@ def _validation(folder: Path, iteration: int, ema: bool) -> dict[str, Any] | Non
 def _evaluation(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder of a checkpoint's evaluation, and its skill.json; None where there was none."""
     path = folder.parent.parent / "evaluation/skill.json"
-    skill = read_json(path) if path.exists() else {}
-    return (path.parent, skill) if skill.get("checkpoint") == str(folder) else None
+    skill = read_json(path) if path.is_file() else {}
+    return (path.parent, skill) if isinstance(skill, dict) and skill.get("checkpoint") == str(folder) else None
 
 
 def _scores(folder: Path, ema: bool) -> dict[str, Any] | None:

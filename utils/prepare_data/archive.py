@@ -9,6 +9,7 @@ Shapes: T time steps, C channels, H latitudes from the north, W longitudes from 
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -68,13 +69,13 @@ class Archive:
         pieces, units = _pieces(paths, channels, constants)
         # By name: files come in any order, and not every format keeps the order of its variables.
         by_name = sorted(pieces, key=lambda key: (key[0], key[1] or 0))
-        everything = (_default_name(key) for key in by_name if key not in leave_out)
-        named = [find(text, list(pieces)) for text in channels or everything] if pieces else []
+        everything = [(_default_name(key), key) for key in by_name if key not in leave_out]
+        named = [find(text, list(pieces)) for text in channels] if channels and pieces else everything
         if not named:
             raise ValueError("the files hold no channel: a variable with a time, a latitude and a longitude")
         names = [name for name, _ in named]
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = Counter(names).most_common(1)[0][0]
             raise ValueError(f"channel {twice!r} is named twice: give each channel a name of its own")
         most = 1 if constants else None
         found = tuple(
@@ -163,12 +164,12 @@ def _pieces(
 
 
 def _default_name(key: tuple[str, float | None]) -> str:
-    """Return how to ask for a variable at a level, under its usual name: vo850=vo@850, but u100hPa=u@100."""
+    """Return the usual name of a variable at a level: vo850, but u100hPa, which is none of the wind at 100 m."""
     variable, level = key
     if level is None:
         return variable
     name = f"{variable}{level:g}"
-    return f"{name}{'hPa' if name in NEAR_GROUND else ''}={variable}@{level:g}"
+    return f"{name}{'hPa' if name in NEAR_GROUND else ''}"
 
 
 def find(text: str, available: list[tuple[str, float | None]]) -> tuple[str, tuple[str, float | None]]:
@@ -192,7 +193,8 @@ def find(text: str, available: list[tuple[str, float | None]]) -> tuple[str, tup
         places += [(other, round(float(split[2]), 6)) for other in synonyms(split[1])]
     if wanted is None:  # the only level that there is
         for other in synonyms(variable):
-            places += [(v, k) for v, k in available if v == other and [x for x, _ in available].count(v) == 1]
+            there = [place for place in available if place[0] == other]
+            places += there if len(there) == 1 else []
     for place in places:
         if place in available:
             return (name if source or not at else variable + level), place

@@ -139,6 +139,8 @@ def _pieces_in(
             for axis in others:
                 fixed.append((axis, values[axis].item() if axis in values.coords else None))
                 values = values.isel({axis: 0})
+            if angles := [a for a in ("latitude", "longitude") if str(values[a].attrs.get("units")).startswith("rad")]:
+                raise ValueError(f"{path} has {angles[0]} in radians: convert it to degrees first")
             units = str(values.attrs.get("units", "")).replace("**", "")
             grid = [values[axis].values.astype(np.float64) for axis in ("latitude", "longitude")]
             levels, scale = [None], 1.0
@@ -168,7 +170,7 @@ def _times(path: str, values: "xarray.DataArray") -> tuple[np.ndarray | None, st
             f"{path}: its time is no date of the usual calendar (calendar {calendar}): convert it first "
             f"(xarray's convert_calendar)"
         )
-    times = times.values.reshape(-1).astype("datetime64[ns]")
+    times = times.values.reshape(-1).astype("datetime64[ms]")  # in ns the year 2263 would be 1678
     if (
         chosen != "valid_time" and "forecast_reference_time" not in values.coords
     ):  # the start of a forecast, and the lead
@@ -177,19 +179,19 @@ def _times(path: str, values: "xarray.DataArray") -> tuple[np.ndarray | None, st
                 times = times + _lead(path, values[name])
     if np.isnat(times).any():
         raise ValueError(f"{path}: some of its times are missing: give each step a date")
-    return (times.astype(np.int64) + 500_000_000) // 1_000_000_000, axis
+    return (times.astype(np.int64) + 500) // 1000, axis
 
 
 def _lead(path: str, lead: "xarray.DataArray") -> np.timedelta64:
     """Return a lead time. Raises ValueError where its unit is none of time."""
     value, units = lead.values.reshape(-1)[0], str(lead.attrs.get("units", ""))
     if np.issubdtype(lead.dtype, np.timedelta64):
-        return value.astype("timedelta64[ns]")
+        value, units = value / np.timedelta64(1, "s"), "seconds"
     if units not in SECONDS:
         raise ValueError(f"{path}: its {lead.name} is in {units or 'no unit'}: it takes one of {', '.join(SECONDS)}")
     if not abs(float(value)) * SECONDS[units] < LONGEST_LEAD:
         raise ValueError(f"{path}: its {lead.name} is {value} {units}: no lead time is as long")
-    return np.timedelta64(round(float(value) * SECONDS[units] * 1e9), "ns")
+    return np.timedelta64(round(float(value) * SECONDS[units] * 1e3), "ms")
 
 
 def open_archive(path: str) -> list["xarray.Dataset"]:

@@ -14,6 +14,7 @@ from utils.data.frames import FrameReader
 from utils.data.statistics import NAMES
 from utils.data.statistics_sums import StatisticsSums
 from utils.data.variables import missing
+from utils.reading import read_text
 
 
 def write_statistics(folder: str, out: str | None, overwrite: bool) -> str:
@@ -38,7 +39,7 @@ def write_statistics(folder: str, out: str | None, overwrite: bool) -> str:
     if not sum(files.steps):
         raise ValueError(f"{files.paths[0]} holds no time step: there is nothing to make statistics of")
     (names, _), beside = files.names(None), into / NAMES
-    if there and beside.exists() and tuple(beside.read_text().splitlines()) != names:
+    if there and beside.exists() and tuple(read_text(beside).splitlines()) != names:
         raise ValueError(
             f"the statistics in {into} are of other channels or in another order ({NAMES}) than {files.paths[0]}: give "
             f"another --out, or --overwrite"

@@ -153,10 +153,16 @@ def test_a_number_of_ranks_that_no_run_has(tmp_path, size):
         newest_traces(tmp_path)
 
 
-@pytest.mark.parametrize("trace", ['{"traceEvents": [5]}', "[" * 10**6, '{"distributedInfo": [], "traceEvents": []}'])
-def test_a_trace_of_a_stranger(tmp_path, trace):
+@pytest.mark.parametrize(
+    "trace, told",
+    [
+        ('{"traceEvents": [5]}', "cannot be read as a trace"), ("[" * 10**6, "cannot be read as a trace"),
+        ('{"distributedInfo": [], "traceEvents": []}', "two are needed"),
+    ],
+)  # fmt: skip
+def test_a_trace_of_a_stranger(tmp_path, trace, told):
     (tmp_path / "rank0.1.pt.trace.json.gz").write_bytes(gzip.compress(trace.encode()))
-    with pytest.raises(ValueError, match="cannot be read as a trace|two are needed"):
+    with pytest.raises(ValueError, match=told):
         newest_traces(tmp_path)
 
 

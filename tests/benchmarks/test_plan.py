@@ -241,7 +241,7 @@ def test_a_machine_that_is_none(tmp_path):
         ({"device": "tpu"}, "device is 'tpu'"), ({"moving": {"add": [[1, 1]]}}, 'no entry ""'),
         ({"products": {"int8": [[1, 1]]}}, "int8"), ({"products": {"float32": [[2, 1], [1, 1]]}}, "increasing"),
         ({"surprise": 1}, "surprise"), ({"per_node": 4.5}, "whole number"), ({"links": {"moon": {}}}, "moon"),
-        ({"per_node": True}, "whole number"), ({"name": {"x": 1}}, "a text"),
+        ({"per_node": True}, "whole number"), ({"name": {"x": 1}}, "and a line"),
         ({"attention": {"float32": {"forward 1000000": [[1, 1]]}}}, "attention of float32"),
         ({"attention": {"float32": {"forward": [[1, 1]]}}}, "attention of float32"),
         ({"attention": {"float32": {"forward 64": [[1, 1]]}}}, "attention of float32"),

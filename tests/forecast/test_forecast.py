@@ -328,7 +328,7 @@ def test_an_archive_in_any_order_of_rows_and_columns_and_a_damaged_one(exported,
 
 def test_a_level_is_no_height_above_the_ground():
     """`u` at 100 hPa is not the wind at 100 m, whatever an archive holds besides."""
-    assert _default_name(("u", 100.0)) == "u100hPa=u@100" and _default_name(("vo", 850.0)) == "vo850=vo@850"
+    assert _default_name(("u", 100.0)) == "u100hPa" and _default_name(("vo", 850.0)) == "vo850"
     both = [("u_component_of_wind", 100.0), ("100m_u_component_of_wind", None), ("z", None), ("geopotential", 500.0)]
     assert find("u100hPa", both) == ("u100hPa", both[0]) and find("u100", both) == ("u100", both[1])
     assert find("z500", both) == ("z500", both[3])  # and not z, which has no level

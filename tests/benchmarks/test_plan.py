@@ -25,7 +25,7 @@ from benchmarks.planner.machine import Link, at, load_machine, machine_of, secon
 from benchmarks.planner.measure import MODELS, SIZES, Steps
 from benchmarks.planner.outlook import Outlook
 from benchmarks.planner.predict import Clock, Group, Links, shown, tail
-from benchmarks.planner.ranking import bytes_of_sample, front, outlook_of, outlooks, sketches
+from benchmarks.planner.ranking import bytes_of_sample, check, front, outlook_of, outlooks, sketches
 from benchmarks.planner.trace import trace
 from tests.helpers import ROOT, clean_environment, run_ranks, tiny_flags
 from tests.marks import at_night
@@ -233,6 +233,14 @@ def test_machines_that_come_with_the_project():
         assert {"float32", "bfloat16", "float16"} <= machine.products.keys() & machine.attention.keys()
 
 
+def test_a_machine_without_links_is_for_one_rank(tmp_path):
+    config, _ = load_config(["--config=demo", "--yaml_config", str(ROOT / "config/ViT.yaml")], chapter=2)
+    alone = dataclasses.replace(A100, links={})
+    assert check(config, alone, 1) and check(config, dataclasses.replace(A100, per_node=4), 4)
+    with pytest.raises(ValueError, match="has no link of a node, over which 2 ranks would send: measure it"):
+        check(config, alone, 2)
+
+
 def test_a_machine_that_is_none(tmp_path):
     good = dataclasses.asdict(A100)
     assert machine_of(json.loads(json.dumps(good))) == A100
@@ -242,6 +250,7 @@ def test_a_machine_that_is_none(tmp_path):
         ({"products": {"int8": [[1, 1]]}}, "int8"), ({"products": {"float32": [[2, 1], [1, 1]]}}, "increasing"),
         ({"surprise": 1}, "surprise"), ({"per_node": 4.5}, "whole number"), ({"links": {"moon": {}}}, "moon"),
         ({"per_node": True}, "whole number"), ({"name": {"x": 1}}, "and a line"),
+        ({"name": "a\x1b[31m"}, "and a line"),
         ({"attention": {"float32": {"forward 1000000": [[1, 1]]}}}, "attention of float32"),
         ({"attention": {"float32": {"forward": [[1, 1]]}}}, "attention of float32"),
         ({"attention": {"float32": {"forward 64": [[1, 1]]}}}, "attention of float32"),

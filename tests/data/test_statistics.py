@@ -10,7 +10,7 @@ import torch
 
 import evaluate
 from tests.forecast.evaluations import evaluated, flags
-from tests.helpers import call_here, losses, records, run_here, tiny_flags, write_data
+from tests.helpers import call_here, fields, losses, records, run_here, tiny_flags, write_data, write_file
 from utils.config.reader import load_config
 from utils.data.fields import Fields, unlike
 from utils.data.files import ERA5_CHANNELS, Files
@@ -103,6 +103,13 @@ def test_by_name_a_channel_may_be_missing(tmp_path, beside):
     widen(tmp_path, len(beside), [0, 1, 2], beside)
     with pytest.raises(ValueError, match=f"holds no 'c', but {', '.join(beside)} .*channels.txt.*prepare_data stats"):
         opened(tmp_path)
+
+
+def test_constants_with_a_name_that_no_line_can_show(tmp_path):
+    write_data(tmp_path)
+    write_file(tmp_path / "stats/constants.h5", fields(1, 1, 17, 32), names=["a\nERROR forged"])
+    with pytest.raises(ValueError, match="a channel has the name"):
+        opened(tmp_path, "--constants", "a\nERROR forged")
 
 
 def test_a_name_that_stands_twice(tmp_path):

@@ -1,5 +1,6 @@
 """What follows on a data set that was made: the command, a section for a laptop, and statistics that were missing."""
 
+import os
 import shlex
 from pathlib import Path
 
@@ -135,6 +136,10 @@ def test_statistics_of_files_that_are_there(tmp_path, capsys):
     assert main(["stats", str(tmp_path / "other"), "--out", str(folder)]) == 2
     assert "are of other channels or in another order" in capsys.readouterr().err
     assert (folder / "channels.txt").read_text() == "a\nb\nc\n" and not (folder / "time_means.npy").exists()
+    (folder / "channels.txt").unlink()
+    os.mkfifo(folder / "channels.txt")
+    assert main(["stats", str(tmp_path), "--out", str(folder)]) == 2
+    assert "channels.txt is no file, but a pipe" in capsys.readouterr().err
     assert main(["stats", str(tmp_path)]) == 2 and "--overwrite makes them anew" in capsys.readouterr().err
     assert main(["stats", str(tmp_path), "--overwrite"]) == 0
     np.testing.assert_allclose(np.load(stats / "global_means.npy"), expected["global_means.npy"], rtol=1e-6)

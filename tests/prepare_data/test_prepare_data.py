@@ -349,7 +349,8 @@ def test_what_is_no_fault_of_the_data_keeps_what_is_done(tmp_path, interrupted, 
     assert main(interrupted) == 0 and "1 file(s) are complete" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["a file that is gone", "sums that are damaged", "a note of another kind"])
+@pytest.mark.parametrize("what", ["a file that is gone", "damaged sums", "a note of another kind", "a pipe"])
+@pytest.mark.timeout(120)
 def test_what_is_gone_or_damaged_is_made_anew(tmp_path, interrupted, monkeypatch, capsys, what):
     original = prepare_data.Archive.read
     with monkeypatch.context() as patch:
@@ -364,6 +365,9 @@ def test_what_is_gone_or_damaged_is_made_anew(tmp_path, interrupted, monkeypatch
         (unfinished / "new/train/2000.h5").unlink()
     elif what == "a note of another kind":
         (unfinished / "state.json").write_text("[]")
+    elif what == "a pipe":
+        (unfinished / "state.json").unlink()
+        os.mkfifo(unfinished / "state.json")
     else:
         (sums,) = unfinished.glob("sums-*.npz")
         content = bytearray(sums.read_bytes())

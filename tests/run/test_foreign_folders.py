@@ -248,6 +248,41 @@ def test_names_that_name_no_file(exported, name):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("units", [r"$\foo$", "m\n", "x" * 200])
+def test_units_that_no_line_can_show(exported, units):
+    """To Matplotlib a $ begins a formula."""
+    about = json.loads((exported / "model.json").read_text())
+    about["inputs"][0]["units"] = units
+    (exported / "model.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="a channel has the units .*: they take one short line"):
+        forecast.load(str(exported))
+
+
+def test_entries_that_no_export_has(data, exported, tmp_path, capsys):
+    """Those of a checkpoint count nowhere; those of the card are missed where another one is written."""
+    about = json.loads((exported / "model.json").read_text())
+    (exported / "model.json").write_text(json.dumps(about | {"config": 5}))
+    argv = ["--checkpoint", str(exported), "--inf_data_path", str(data / "valid"), "--lead_hours", "12"]
+    call_here(evaluate.main, [*argv, "--out", str(tmp_path / "out")])
+    assert (tmp_path / "out/skill.json").exists()
+    for entry in ("scores", "beside_the_state"):
+        (exported / "model.json").write_text(json.dumps({name: x for name, x in about.items() if name != entry}))
+        capsys.readouterr()
+        assert checkpoint_main(["export", str(exported), str(tmp_path / "again")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"model.json lacks something ('{entry}'): copy the folder again" in line
+        assert not (tmp_path / "again").exists()
+
+
+def test_an_evaluation_with_a_huge_setting(data, exported, tmp_path, monkeypatch):
+    argv = ["--checkpoint", str(exported), "--inf_data_path", str(data / "valid"), "--lead_hours", "12"]
+    argv += ["--out", str(tmp_path / "out")]
+    call_here(evaluate.main, argv)
+    os.truncate(tmp_path / "out/setting.json", 2**26 + 1)
+    with pytest.raises(ValueError, match=r"setting\.json has 67,108,865 bytes: no such file has more than 67,108,864"):
+        call_here(evaluate.main, argv)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "change, told",

@@ -347,7 +347,7 @@ def _grid(path: Path, file: h5py.File, H: int, W: int) -> tuple[np.ndarray, np.n
     north, east = np.diff(latitude), np.diff(longitude.astype(np.float64)) % 360
     if (np.abs(latitude) > 90.001).any() or not ((north > 0).all() or (north < 0).all()):
         raise ValueError(f"{path} has a latitude above 90, or in no order: write degrees north, row by row")
-    if (east == 0).any() or east.sum() > 360.001:  # or a little less, where the first column comes again
+    if (east == 0).any() or east.sum() > 360.001:  # 360 where the first column stands at the end once more
         raise ValueError(f"{path} has longitudes that do not go east once around: put its columns in order")
     return latitude, longitude
 

@@ -56,8 +56,8 @@ class Statistics:
             raise ValueError(f"cannot read {path!r} ({type(error).__name__}): check --{key}") from None
         C = len(self.names)
         shapes = [(1, C, *tail) for tail in tails]
-        is_one = array.ndim > 1 and array.shape[1] <= MOST_CHANNELS
-        if not is_one or array.shape[:1] + array.shape[2:] not in [(1, *tail) for _, _, *tail in shapes]:
+        has_channels = array.ndim > 1 and array.shape[1] <= MOST_CHANNELS
+        if not has_channels or array.shape[:1] + array.shape[2:] not in [(1, *tail) for _, _, *tail in shapes]:
             raise _shape_error(path, array, key, shapes)
         if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8 or not np.isfinite(array).all():
             raise ValueError(f"{path} holds values that are not finite: compute {key} anew")

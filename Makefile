@@ -189,7 +189,7 @@ storage: $(TOOLS)
 	$(PYTHON) docs/make.py
 
 # 64 ranks on this machine, 4 minutes on 2 cores; then what a start costs by the number of ranks.
-many-ranks: $(TOOLS)
+many-ranks: data/demo $(TOOLS)
 	$(PYTHON) tests/proofs/many_ranks.py --json benchmarks/results/many_ranks.json
 	$(PYTHON) benchmarks/startup.py --json benchmarks/results/startup.json
 	$(PYTHON) docs/make.py

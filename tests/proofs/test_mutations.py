@@ -1,5 +1,10 @@
 """The lists of mutations fit the code."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.helpers import ROOT
@@ -16,6 +21,24 @@ def test_mutations_change_one_place_each(name):
 def test_one_file_has_the_tests_of_each(name):
     for mutation in mutate.read(name):
         mutate.arguments(ROOT, mutation.tests)
+
+
+def test_a_test_has_the_words_of_each():
+    """One that was renamed sees nothing, and an hour passes before a run of the lists says so."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "tests"]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    for name in sorted(mutate.LISTS.keys() - {"certificate"}):
+        for mutation in mutate.read(name):
+            place, *options = mutate.arguments(ROOT, mutation.tests)
+            words = options[options.index("-k") + 1] if "-k" in options else ""
+            start = str(Path(place).relative_to(ROOT))
+            assert any(one.startswith(start) and has(one, words) for one in collected), mutation
+
+
+def has(test: str, words: str) -> bool:
+    """Return whether `pytest -k` with these words takes a test."""
+    found = re.sub(r"\b(?!(and|or|not)\b)[\w.]+", lambda word: str(word[0].lower() in test.lower()), words)
+    return not words or eval(found)
 
 
 def test_tests_that_fail_on_the_code_as_it_is_have_seen_nothing(monkeypatch, tmp_path, capsys):

@@ -187,7 +187,7 @@ def checked(found: Any, folder: Path) -> described.Metadata:
 
 
 def _count(x: Any) -> int:
-    if not isinstance(x, int) or not 0 <= x < 2**63:
+    if not isinstance(x, int) or x < 0:
         raise ValueError(f"{x if isinstance(x, int) else type(x).__name__} is no count")
     return x
 

@@ -113,6 +113,20 @@ def test_as_many_reads_as_asked_are_under_way():
         together.abort()
 
 
+def test_the_end_waits_for_a_read_that_is_under_way():
+    """What it writes to may be taken away after the end."""
+    under_way, after_the_end, late = threading.Event(), threading.Event(), []
+
+    def slow(job):
+        under_way.set()
+        late.append(after_the_end.wait(0.5))
+
+    with ReadAhead(1, [slow], lambda slot: [Read(slot, 0, 0, 0, 0, None)]):
+        under_way.wait()
+    after_the_end.set()
+    assert late == [False]
+
+
 def test_a_reader_can_be_the_one_to_end_it():
     """The garbage collector runs in any thread, also in one that reads: it must not wait for itself."""
     plan = lambda slot: [Read(slot, 0, 0, 0, 0, None)]  # noqa: E731

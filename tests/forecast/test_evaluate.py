@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -19,10 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import evaluate
 from networks.vit import ViT
 from tests.forecast.evaluations import NAMES, evaluated, flags, row_weights, truth, write_climatology
-from tests.helpers import ROOT, STEP, call_here, fields, run_here, run_ranks, tiny_flags, write_file
+from tests.helpers import ROOT, STEP, call_here, fields, run_here, run_ranks, tiny_flags, write_data, write_file
 from tests.marks import at_night
 from utils.checkpoint import store as checkpoint
 from utils.checkpoint.weights import choose, export, read_weights
+from utils.errors import Refused
 
 pytestmark = pytest.mark.slow
 
@@ -363,3 +365,26 @@ def test_who_reads_changes_nothing(trained, tmp_path):
     found = evaluated(trained, tmp_path / "a", "--local_batch_size", "4")["scores"]
     assert evaluated(trained, tmp_path / "b", *more, "--read_depth", "5")["scores"] == found
     assert evaluated(trained, tmp_path / "c", *more, "--inf_data_path", str(tmp_path / "gzip"))["scores"] == found
+
+
+def test_rows_from_the_south_are_judged_as_those_from_the_north(tmp_path):
+    """The weights of rows follow the latitudes of the file. The model itself learns something else."""
+    north = write_data(tmp_path / "north", rows=16, names=NAMES)
+    south = shutil.copytree(north, tmp_path / "south")
+    for path in south.glob("*/*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["fields"][:] = file["fields"][:][:, :, ::-1]
+            file["latitude"] = 180 * np.arange(1, 17) / 16 - 90
+    means = south / "stats/time_means.npy"
+    np.save(means, np.load(means)[:, :, ::-1])
+    judged = []
+    for folder in (north, south):
+        run_here(tiny_flags(folder, "--num_iters", "1"))
+        judged.append(evaluated(folder, folder / "out")["scores"])
+    for source in ("persistence", "climatology"):
+        for weighting in ("cos", "area"):
+            of_both = ([of[source]["rmse"][weighting][name] for name in NAMES] for of in judged)
+            expected, found = (np.array(one, float)[..., 0] for one in of_both)  # without the intervals
+            np.testing.assert_allclose(found, expected, rtol=1e-12, err_msg=f"{source} {weighting}")
+    with pytest.raises(Refused, match=r"latitudes \[-78.75, 90.0\], and the model was trained on \[90.0, -78.75\]"):
+        call_here(evaluate.main, flags(north, "--out", str(tmp_path / "out"), "--inf_data_path", str(south / "valid")))

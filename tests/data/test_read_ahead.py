@@ -122,7 +122,7 @@ def test_the_end_waits_for_a_read_that_is_under_way():
         late.append(after_the_end.wait(0.5))
 
     with ReadAhead(1, [slow], lambda slot: [Read(slot, 0, 0, 0, 0, None)]):
-        under_way.wait()
+        assert under_way.wait(120)
     after_the_end.set()
     assert late == [False]
 
